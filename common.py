@@ -140,6 +140,9 @@ def parse(parser, argv, presets=PRESETS):
         raise UserError("--rank-by corrected: needs --correction A")
     if args.skip_scores and args.rank_by != "weight":
         raise UserError(f"--rank-by {args.rank_by}: needs the scores that --skip-scores leaves out")
+    if args.upper_loss == "dpo" and args.toy_upper == "unrelated":
+        raise UserError("--toy-upper unrelated: its answers have no second convention to make "
+                        "preference pairs of; leave out --upper-loss dpo")
     for name in ("toy_noise", "toy_contrary"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
@@ -167,11 +170,11 @@ def load_levels(args, tokenizer, context_length):
         raise UserError(f"--cache-dir {args.cache_dir}: the folder cannot be made "
                         f"({error.strerror})") from None
     if args.toy:
+        upper = "pairs" if args.upper_loss == "dpo" else args.toy_upper
         paths = toy.write(
             Path(args.cache_dir) / "toy" / "-".join(map(str, (
-                args.seed, args.toy_noise, args.toy_contrary, args.toy_upper))),
-            seed=args.seed, noise=args.toy_noise, contrary_share=args.toy_contrary,
-            upper=args.toy_upper)
+                args.seed, args.toy_noise, args.toy_contrary, upper))),
+            seed=args.seed, noise=args.toy_noise, contrary_share=args.toy_contrary, upper=upper)
         sources = {"lower": paths["lower"], "upper": paths["upper"],
                    "upper_heldout": paths["heldout"], "lower_heldout": paths["lower_heldout"]}
     else:
@@ -309,6 +312,18 @@ def coming_rows(num_rows, args, step, steps, total):
     return sorted(coming)
 
 
+def budget_steps(args, lower):
+    """Steps until --token-budget tokens of the lower rows (prompts included) are read."""
+    lengths = torch.as_tensor(data.row_lengths(lower))
+    per_epoch, read, steps = math.ceil(len(lower) / args.batch), 0, 0
+    while read < args.token_budget:
+        epoch, k = divmod(steps, per_epoch)
+        order = data.permutation(len(lower), args.seed, epoch, stream=0)
+        read += int(lengths[order[k * args.batch:][:args.batch]].sum())
+        steps += 1
+    return steps
+
+
 def learning_rate(args, step, total):
     """beta_k: constant, or a cosine from --lr to zero over the run."""
     if args.schedule == "constant":
@@ -338,7 +353,7 @@ def check_vocabulary(levels, config):
                                 f"vocabulary has {size} tokens; they do not belong together")
 
 
-def print_plan(args, levels, config, steps_per_epoch):
+def print_plan(args, levels, config, steps_per_epoch, total_steps):
     """Rows, tokens, steps, and what memory and disk the run needs, with the arithmetic."""
     rows = {name: getattr(levels, name) for name in
             ("lower", "upper", "upper_heldout", "lower_heldout")}
@@ -352,7 +367,7 @@ def print_plan(args, levels, config, steps_per_epoch):
               + (f", dropped {dropped}" if dropped else "")
               + (f", {report['truncated']} responses cut" if report.get("truncated") else ""))
     print(f"steps: ceil({len(levels.lower)} lower rows / batch {args.batch}) = {steps_per_epoch} "
-          f"an epoch, x {args.epochs} epochs = {steps_per_epoch * args.epochs}; "
+          f"an epoch, x {total_steps / steps_per_epoch:g} epochs = {total_steps}; "
           f"{math.ceil(args.batch / args.micro_batch)} forwards a step "
           f"(batch {args.batch} / micro batch {args.micro_batch})")
     from transformers import AutoModelForCausalLM
@@ -559,15 +574,17 @@ def selector_report(selector, out, epoch):
 
 
 def finish_run(args, out, model, levels, selector, base_losses, reference, masked=None,
-               curate=None):
+               curate=None, everything=None):
     """The ranking of every lower row, adapter, final metrics, one table and the RESULT line.
 
     curate(ranks, kept) writes the curated set of an online run and returns more metrics.
+    everything: all lower rows, when the run trained on some of them.
     """
     lower = levels.lower
     weights = selector.weights().cpu()
     scores, extra = {}, {} if masked is None else {"masked": masked}
-    result = {"method": args.method, "seed": args.seed, "rows": len(lower)}
+    result = {"method": args.method, "seed": args.seed, "rows": len(lower),
+              "lower_tokens": int(data.row_lengths(lower).sum())}
     result |= base_metrics(args, model, levels, reference, out)
     result |= held_out_metrics(args, model, levels, reference)
     if args.method in ("bds", "online"):
@@ -593,6 +610,11 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
         ranks, kept = write_weights(args, out, lower, weights, scores[by], extra)
         if base_losses is not None:
             result |= mean_losses(final_losses[kept], lengths[kept], "lower_kept")
+    if everything is not None and base_losses is not None:
+        # The same rows for every method, and the selection that this run was given.
+        result |= mean_losses(final_losses, lengths, "lower_kept")
+        result |= mean_losses(*row_losses(model, everything, label="all lower losses"),
+                              "lower_original")
     labels = label_metrics(lower, scores)
     if masked is not None and labels and not masked.all():
         # Weights of masked rows judge the model's own answers, so labels apply to the others.

@@ -150,11 +150,6 @@ def final_metrics(run):
     if run.result is None:
         read_result(run.folder)  # says what is missing
     values = run.result | {k: v for k, v in run.extra.items() if k in run.result or k in COLUMNS}
-    if vars(run.args).get("keep") and "lower_original" not in run.extra:
-        # Trained on a subset: its original rows *are* the selected ones, and all rows are unknown.
-        values |= {"lower_kept": run.result.get("lower_original"), "lower_original": None,
-                   "lower_kept_per_token": run.result.get("lower_original_per_token"),
-                   "lower_original_per_token": None}
     if "weight_unmasked/auroc" in values:
         # Masked rows were judged by their generated answers: labels fit the unmasked rows alone.
         values |= {k.replace("_unmasked/", "/"): v for k, v in values.items() if "_unmasked/" in k}

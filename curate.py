@@ -230,12 +230,13 @@ def truth_metrics(args, rows):
 
 
 def export(rows, path, layout):
-    """Kept rows with the recommended response, in a layout that trainers load unchanged."""
+    """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged."""
     chosen = []
     for entry in rows:
-        if not entry["kept"]:
+        rewritten = entry["recommended"] == "refined"
+        if not entry["kept"] and not rewritten:
             continue
-        response = entry["refined"] if entry["recommended"] == "refined" else entry["response"]
+        response = entry["refined"] if rewritten else entry["response"]
         prompt = entry["prompt"]
         chosen.append({
             "alpaca": {"instruction": prompt, "input": "", "output": response},

@@ -177,14 +177,15 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
     """The four sets as lists of rows; a pure function of its arguments.
 
     lower          `noise` of the rows bad, `contrary_share` of those contrary, the rest plain
-    upper          right answers; `upper="unrelated"` takes them from families that lower lacks
+    upper          right answers; `upper="unrelated"` takes them from families that lower lacks,
+                   `upper="pairs"` has chosen (right) and rejected (contrary) ones
     heldout        right answers to unseen prompts of the upper level's families
     lower_heldout  clean rows of the lower level's families
     No prompt occurs twice, within a set or across sets.
     """
-    if upper not in ("right", "unrelated"):
-        raise ValueError(f'upper is "right" or "unrelated", not {upper!r}')
-    upper_families = CONTESTED if upper == "right" else UNRELATED
+    if upper not in ("right", "unrelated", "pairs"):
+        raise ValueError(f'upper is "right", "unrelated" or "pairs", not {upper!r}')
+    upper_families = UNRELATED if upper == "unrelated" else CONTESTED
     num_bad = round(noise * num_lower)
     num_contrary = round(contrary_share * num_bad)
     rng, seen = random.Random(f"toy rows {seed}"), set()
@@ -203,10 +204,14 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
 
     kinds = (["contrary"] * num_contrary + ["plain"] * (num_bad - num_contrary)
              + ["clean"] * (num_lower - num_bad))
-    return {"upper": draw(upper_families, ["clean"] * num_upper),
+    rows = {"upper": draw(upper_families, ["clean"] * num_upper),
             "lower": draw(CONTESTED, kinds),
             "heldout": draw(upper_families, ["clean"] * num_heldout),
             "lower_heldout": draw(CONTESTED, ["clean"] * num_heldout)}
+    if upper == "pairs":
+        for row in rows["upper"] + rows["heldout"]:
+            row |= {"chosen": row.pop("response"), "rejected": answers(row["prompt"])[1]}
+    return rows
 
 
 def write(folder, **options):

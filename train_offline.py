@@ -52,10 +52,15 @@ def parse_args(argv=None):
         help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone")
     add("--rho", type=float, default=0.5, help="weight of the lower level under --method mix")
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
+    add("--token-budget", type=int, help="mix and sft: in place of --epochs, the step at which so "
+        "many lower-level tokens are read is the last")
     common.add_arguments(parser)
     args = common.parse(parser, argv)
     if args.method == "mix" and not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
+    if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
+        raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
+                        "sft; rho's schedule counts epochs")
     return args
 
 
@@ -102,6 +107,7 @@ def main(argv=None):
     tokenizer, config = utils.load_tokenizer(model_name), utils.load_config(model_name)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
     levels = common.load_levels(args, tokenizer, context)
+    everything = levels.lower
     if args.keep:
         levels.lower = common.keep_rows(levels.lower, args.keep)
     lower, upper = data.tokens_only(levels.lower), levels.upper and data.tokens_only(levels.upper)
@@ -111,7 +117,9 @@ def main(argv=None):
     num_rows = len(lower)
     steps_per_epoch = math.ceil(num_rows / args.batch)
     total_steps = steps_per_epoch * args.epochs
-    common.print_plan(args, levels, config, steps_per_epoch)
+    if args.token_budget is not None:
+        total_steps = common.budget_steps(args, levels.lower)
+    common.print_plan(args, levels, config, steps_per_epoch, total_steps)
     if args.dry_run:
         return
     utils.seed_everything(args.seed)
@@ -195,7 +203,7 @@ def main(argv=None):
                    "tokens": sum(len(row["input_ids"])
                                  for row in lower_batch + data.sequences(upper_batch))}
         step += 1
-        if k == steps_per_epoch - 1:
+        if k == steps_per_epoch - 1 or step == total_steps:
             metrics |= common.held_out_metrics(args, model, levels, reference)
             if args.method == "bds":
                 metrics |= common.selector_report(selector, out, epoch + 1)
@@ -210,7 +218,8 @@ def main(argv=None):
     progress.close()
 
     # --- the ranking, the table, the result -------------------------------------------------------
-    common.finish_run(args, out, model, levels, selector, base_losses, reference)
+    common.finish_run(args, out, model, levels, selector, base_losses, reference,
+                      everything=everything if args.keep else None)
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def main(argv=None):
     num_masked = round(args.ratio_masked * num_rows)
     if num_masked == 0:
         raise UserError(f"--ratio-masked {args.ratio_masked}: of {num_rows} rows none is masked")
-    common.print_plan(args, levels, config, steps_per_epoch)
+    common.print_plan(args, levels, config, steps_per_epoch, total_steps)
     if args.masked == "generate":
         window = min(num_rows, args.k_gen * args.batch)
         print(f"generation: R {args.ratio_masked} x {num_rows} rows = {num_masked} masked; a "

@@ -149,15 +149,6 @@ def test_compare_groups_seeds_by_hand(tmp_path, capfd):
     assert "sequence mean" in text and "token mean" in text
 
 
-def test_compare_of_a_kept_subset_moves_its_own_rows_to_the_selected_column(tmp_path):
-    """Its lower_original covers the kept rows alone, unless `losses` has measured all of them."""
-    run = fabricate(tmp_path / "sft", method="sft", args={"keep": "kept.jsonl"})
-    row = compare.summarise([compare.Run(run)])[0]
-    assert "lower_original" not in row and row["lower_kept"]["mean"] == 1.0
-    (run / "losses.json").write_text('{"lower_original": 2.5}')
-    assert compare.summarise([compare.Run(run)])[0]["lower_original"]["mean"] == 2.5
-
-
 def test_bad_input_is_one_line(tmp_path, refused):
     good, other = fabricate(tmp_path / "good"), fabricate(
         tmp_path / "other", args={"upper_heldout": "elsewhere.jsonl"})

@@ -1,0 +1,154 @@
+"""Many runs of the scripts side by side: commands, seeds, what is done already, statistics.
+
+A run is the file that ends it (FOLDER/result.json, or a ranking) and a command. Each gets one
+thread; as many run at once as there are workers. A run whose file exists is not run again; an
+interrupted training run is resumed.
+"""
+
+import concurrent.futures
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+import utils
+from utils import UserError
+
+HERE = Path(__file__).parent
+
+
+def slug(name):
+    """A method's folder name."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+
+
+def run_all(runs, workers):
+    """Run {file: command}, `workers` at a time. Output goes to a .log file beside the run.
+
+    Raises `UserError` with the last line of the first log that failed.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def one(file, command):
+        log = log_of(file)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        script, *words = shlex.split(command)
+        if script.startswith("train"):
+            words += ["--resume"]
+        with open(log, "w") as output:
+            code = subprocess.run([sys.executable, str(HERE / script), *words], env=environment,
+                                  stdout=output, stderr=subprocess.STDOUT).returncode
+        if code:
+            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            raise UserError(f"{command}: exit code {code}: {last} (whole output in {log})")
+
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(one, file, command) for file, command in runs.items()
+                   if not file.exists()]
+        try:
+            for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures),
+                               desc="runs", unit="run", disable=not futures):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def log_of(file):
+    return (file.parent.with_name(file.parent.name + ".log") if file.name == "result.json"
+            else file.with_suffix(".log"))
+
+
+def seconds_of(file):
+    """Seconds of a run's training steps, or of a baseline's scoring as its RESULT line says."""
+    if file.name == "result.json":
+        return sum(row.get("time/step", 0.0)
+                   for row in utils.read_jsonl(file.with_name("metrics.jsonl")))
+    line = [line for line in log_of(file).read_text().splitlines() if line.startswith("RESULT ")]
+    return json.loads(line[-1].removeprefix("RESULT "))["time/seconds"]
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+def mean_std(values):
+    """(mean, standard deviation over runs, n) of the values that are numbers."""
+    values = [v for v in values if isinstance(v, (int, float))]
+    if not values:
+        return None, None, 0
+    return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0,
+            len(values))
+
+
+def cell(values):
+    """"mean ± std" of a table, "-" without a number."""
+    mean, std, n = mean_std(values)
+    return "-" if not n else f"{mean:.3f}" if n == 1 else f"{mean:.3f} ± {std:.3f}"
+
+
+def paired(first, second):
+    """Mean difference of two methods over common seeds, and the two-sided sign-flip p-value.
+
+    Exact: over all 2^n signs, the share whose mean difference is at least as large. With 4 seeds
+    the smallest possible value is 0.125, so 4 of 4 is all that 4 seeds can say.
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    observed, extreme = abs(sum(differences)), 0
+    for signs in range(2 ** len(differences)):
+        total = sum(d if signs >> i & 1 else -d for i, d in enumerate(differences))
+        extreme += abs(total) >= observed - 1e-15
+    return sum(differences) / len(differences), extreme / 2 ** len(differences)
+
+
+def verdict(first, second):
+    """Is `first` below `second`? "holds", "does not hold" or "not resolved", with the figures.
+
+    holds: on every seed, of at least 4; does not hold: on every seed the other way round.
+    """
+    difference, p = paired(first, second)
+    below = sum(a < b for a, b in zip(first, second, strict=True))
+    above = sum(a > b for a, b in zip(first, second, strict=True))
+    word = ("holds" if below == len(first) >= 4 else
+            "does not hold" if above == len(first) >= 4 else "not resolved")
+    return word, f"{difference:+.4f}, lower on {below} of {len(first)} seeds, p = {p:.3g}"
+
+
+# --- results as json ------------------------------------------------------------------------------
+
+def prefer_unmasked(run):
+    """A result with the AUROCs of unmasked rows in place of all rows'.
+
+    Masked rows are judged by generated answers, so labels fit the unmasked rows alone.
+    """
+    return run | {key.replace("_unmasked/", "/"): value for key, value in run.items()
+                  if "_unmasked/" in key}
+
+
+def save_results(path, command, results, **more):
+    """Results as json with what they were made by: command, date, commit, hardware, versions."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE,
+                            capture_output=True, text=True).stdout.strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    utils.write_atomic(path, json.dumps({
+        "command": command, "date": datetime.date.today().isoformat(), "commit": commit or None,
+        "hardware": f"{os.cpu_count()} cores, {cpu_name()}", "python": platform.python_version(),
+        "torch": torch.__version__, **more, "results": results}, indent=1) + "\n")
+
+
+def cpu_name():
+    """The processor's name as Linux tells it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+                platform.machine())
