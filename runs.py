@@ -8,9 +8,12 @@ interrupted training run is resumed.
 import concurrent.futures
 import datetime
 import json
+import math
+import multiprocessing
 import os
 import platform
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -23,6 +26,8 @@ import utils
 from utils import UserError
 
 HERE = Path(__file__).parent
+PRELOAD = ["train_offline", "train_online", "baselines", "peft", "transformers.generation.utils",
+           "transformers.models.llama.modeling_llama"]
 
 
 def slug(name):
@@ -33,22 +38,27 @@ def slug(name):
 def run_all(runs, workers):
     """Run {file: command}, `workers` at a time. Output goes to a .log file beside the run.
 
-    Raises `UserError` with the last line of the first log that failed.
+    Each command is a process of its own, forked from one that has torch and transformers imported:
+    that saves a third of a short run. Raises `UserError` with the last line of the first log that
+    failed.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
 
     def one(file, command):
         log = log_of(file)
         log.parent.mkdir(parents=True, exist_ok=True)
-        script, *words = shlex.split(command)
-        if script.startswith("train"):
+        words = shlex.split(command)
+        if words[0].startswith("train"):
             words += ["--resume"]
-        with open(log, "w") as output:
-            code = subprocess.run([sys.executable, str(HERE / script), *words], env=environment,
-                                  stdout=output, stderr=subprocess.STDOUT).returncode
-        if code:
+        process = context.Process(target=script, args=(words, log))
+        process.start()
+        process.join()
+        if process.exitcode:
             last = (log.read_text().strip().splitlines() or ["no output"])[-1]
-            raise UserError(f"{command}: exit code {code}: {last} (whole output in {log})")
+            raise UserError(f"{command}: exit code {process.exitcode}: {last} (whole output in "
+                            f"{log})")
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(one, file, command) for file, command in runs.items()
@@ -60,6 +70,15 @@ def run_all(runs, workers):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def script(words, log):
+    """In a process of its own: a script of this folder as from the command line."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [str(HERE / words[0]), *words[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def log_of(file):
@@ -152,3 +171,52 @@ def cpu_name():
         return platform.processor() or platform.machine()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
                 platform.machine())
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+def new_figure(width, height, panels=1):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+    columns = min(panels, 3)
+    axes = figure.subplots(math.ceil(panels / columns), columns, squeeze=False).flatten()
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[panels:]:
+        axis.set_visible(False)
+    return figure, axes
+
+
+def _points(axis, values):
+    """Every seed as a dot, the mean as a line: {label: [value of each seed]}."""
+    for x, runs in enumerate(values.values()):
+        axis.plot([x] * len(runs), runs, "o", color="#8aa4c8", markersize=4)
+        axis.plot([x - 0.25, x + 0.25], [mean_std(runs)[0]] * 2, color="#1f3b63", linewidth=2)
+    axis.set_xticks(range(len(values)), list(values), rotation=30, ha="right", fontsize=8)
+
+
+def panels_figure(path, ylabel, panels, chance=None):
+    """{question: {label: values over seeds}}, one panel a question; a dashed line at chance."""
+    figure, axes = new_figure(12, 3.4 * math.ceil(len(panels) / 3), len(panels))
+    for axis, (title, values) in zip(axes, panels.items(), strict=False):
+        _points(axis, values)
+        if chance is not None:
+            axis.axhline(chance, color="#999999", linestyle="--", linewidth=1)
+        axis.set_title(title, fontsize=9)
+        axis.set_ylabel(ylabel, fontsize=8)
+    figure.savefig(path)
+
+
+def line_figure(path, xlabel, ylabel, curves):
+    """{name: [(x, values over seeds), ...]}: means, with every seed as a dot."""
+    figure, (axis,) = new_figure(5, 3.2)
+    for number, (name, points) in enumerate(curves.items()):
+        axis.plot([x for x, _ in points], [mean_std(values)[0] for _, values in points],
+                  color=f"C{number}", label=name)
+        for x, values in points:
+            axis.plot([x] * len(values), values, "o", color=f"C{number}", markersize=3, alpha=0.5)
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    axis.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
+    axis.legend(fontsize=8)
+    figure.savefig(path)
