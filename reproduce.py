@@ -184,7 +184,7 @@ def execute(args, methods, folder, extra="", scale=None, also_score=()):
                     f"--out {out}".split())
             else:
                 kept = out.with_name(f"seed-{seed}.kept.jsonl")
-                first[kept] = " ".join(f"baselines.py {command or method} {scale['data']} "
+                first[kept] = " ".join(f"baselines.py {command or method.lower()} {scale['data']} "
                                        f"{scale['select']} {tail} --out {kept}".split())
                 if command is None:
                     file = kept
@@ -408,11 +408,10 @@ def winrate(args):
     for method, files in found.items():
         for file in files:
             if args.scale == "toy":
-                preferences = [
-                    1.5 + 0.5 * ((toy.kind_of(ours["instruction"], ours["output"]) == "clean")
-                                 - (toy.kind_of(theirs["instruction"], theirs["output"]) == "clean"))
-                    for ours, theirs in zip(rates.read_list(answers_of(file), ()),
-                                            rates.read_list(base, ()), strict=True)]
+                preferences = [1.5 + 0.5 * (ours - theirs) for ours, theirs in zip(
+                    *([toy.kind_of(row["instruction"], row["output"]) == "clean"
+                       for row in rates.read_list(answers, ())]
+                      for answers in (answers_of(file), base)), strict=True)]
             else:
                 preferences = [row["preference"] for row in
                                rates.read_list(answers_of(file).with_suffix(".judged.json"), ())]

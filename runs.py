@@ -176,6 +176,7 @@ def cpu_name():
 # --- figures --------------------------------------------------------------------------------------
 
 def new_figure(width, height, panels=1):
+    """(figure, axes), at most three panels a row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
@@ -205,6 +206,7 @@ def panels_figure(path, ylabel, panels, chance=None):
             axis.axhline(chance, color="#999999", linestyle="--", linewidth=1)
         axis.set_title(title, fontsize=9)
         axis.set_ylabel(ylabel, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
@@ -219,4 +221,5 @@ def line_figure(path, xlabel, ylabel, curves):
     axis.set(xlabel=xlabel, ylabel=ylabel)
     axis.set_xticks(sorted({x for points in curves.values() for x, _ in points}))
     axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -1,0 +1,197 @@
+"""The tables: commands that parse, statistics by hand, one row of each table on a tiny budget."""
+
+import importlib
+import itertools
+import json
+import shlex
+import statistics
+
+import pytest
+from conftest import make_rows, read_rows, write_rows
+
+import experiments
+import reproduce
+import runs
+import train_offline
+import train_online
+
+TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+def test_paired_is_the_sign_flip_test_by_enumeration():
+    first, second = [3.0, 1.0, 4.0, 1.5], [2.0, 1.5, 2.0, 1.0]
+    d = [a - b for a, b in zip(first, second, strict=True)]  # 1, -0.5, 2, 0.5: sum 3
+    extreme = sum(abs(sum(s * x for s, x in zip(signs, d, strict=True))) >= 3
+                  for signs in itertools.product((1, -1), repeat=4))
+    assert extreme == 6  # +3 twice, +4 once, and their mirror images
+    assert runs.paired(first, second) == (0.75, extreme / 16)
+    assert runs.paired([1, 1, 1, 1], [2, 2, 2, 2]) == (-1.0, 0.125)  # the least of 4
+
+
+@pytest.mark.parametrize(("first", "word"), [
+    ([0.1, 0.2, 0.3, 0.4], "holds"), ([1.1, 1.2, 1.3, 1.4], "does not hold"),
+    ([0.1, 0.2, 0.3, 1.4], "not resolved"), ([1.0] * 4, "not resolved")])
+def test_verdict_asks_for_every_seed(first, word):
+    assert runs.verdict(first, [1.0] * 4)[0] == word
+    assert runs.verdict(first[:3], [1.0] * 3)[0] == "not resolved"  # too few to say
+
+
+def test_cells_are_mean_and_sample_deviation_of_what_was_measured():
+    values = [1.0, 2.0, 4.0]
+    assert runs.cell([*values, None]) == f"{7 / 3:.3f} ± {statistics.stdev(values):.3f}"
+    assert (runs.cell([2.0]), runs.cell([None])) == ("2.000", "-")
+
+
+def test_orders_are_of_the_upper_loss_and_of_the_published_figures():
+    results = {"BDS": [{"upper_heldout": 3.0}], "DSIR": [{"upper_heldout": 1.0}],
+               "LESS": [{"upper_heldout": 2.0}], "not published": [{"upper_heldout": 0.0}]}
+    orders = reproduce.orders_of(results, reproduce.PUBLISHED["table1"],
+                                 reproduce.PUBLISHED_NAMES["table1"])
+    assert orders == {"here": ["DSIR", "LESS", "BDS"], "Pythia-1b": ["BDS", "DSIR", "LESS"],
+                      "Llama-8b": ["BDS", "LESS", "DSIR"]}
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+TARGETS = [("reproduce", target, scale) for target in ("table1", "table3", "table3-dpo")
+           for scale in ("toy", "paper")] + [
+    ("reproduce", "table1", "small"), ("reproduce", "demo", "toy"), ("reproduce", "ranking", "toy"),
+    ("experiments", "selectors", "toy"), ("experiments", "ablations", "toy"),
+    ("experiments", "controls", "toy")]
+
+
+@pytest.mark.parametrize(("script", "target", "scale"), TARGETS)
+def test_every_planned_command_parses(script, target, scale, here, capsys):
+    """Also those of the paper's scale, which no test can run."""
+    importlib.import_module(script).main([target, "--scale", scale, "--list", "--seeds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) > 2
+    outs = []
+    for line in lines:
+        python, name, *words = shlex.split(line.replace("TOKENS", "1000"))
+        args = importlib.import_module(name.removesuffix(".py")).parse_args(words)
+        assert python == "python" and args.seed == 0
+        outs.append(args.out)
+    assert len(outs) == len(set(outs))  # no two runs share a folder
+
+
+def test_a_methods_own_flags_win_over_the_scales(here, capsys):
+    experiments.main(["ablations", "--list", "--seeds", "1", "--only", "K_gen (R = 40 %)"])
+    words = [shlex.split(line)[2:] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(train_online.parse_args(w).k_gen for w in words) == [5, 25, 75, 225]
+
+
+def test_published_settings_of_the_paper_scale(here, capsys):
+    reproduce.main(["table1", "--scale", "paper", "--list", "--seeds", "1"])
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()
+             if "/bds/" in line}
+    args = train_offline.parse_args(shlex.split(lines["train_offline.py"])[2:])
+    assert (args.lr, args.omega_lr, args.omega_optimizer, args.batch, args.epochs,
+            args.lower_limit) == (5e-6, 1e-4, "adam", 32, 3, 56000)
+
+
+# --- running --------------------------------------------------------------------------------------
+
+def tiny(here, folders, pairs=False):
+    write_rows(here / "lower.jsonl", make_rows(24, 1))
+    rows = make_rows(16, 2)
+    if pairs:
+        rows = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "no " + str(n)}
+                for n, row in enumerate(rows)]
+    write_rows(here / "upper.jsonl", rows)
+    return (f"--model {folders['llama']} --lower lower.jsonl --upper upper.jsonl "
+            "--heldout-rows 4 --cache-dir cache")
+
+
+def test_one_row_of_each_kind_of_table1(here, folders, capsys):
+    """Values come from the runs, budgets are equal, and the README gets the stored figures."""
+    arguments = ["table1", "--scale", "small", "--data", tiny(here, folders), "--train", TINY,
+                 "--seeds", "1", "--workers", "1", "--only", "mixing rho=1; random; BDS"]
+    reproduce.main(arguments)
+    text = capsys.readouterr().out
+    stored = json.loads((here / "results" / "small_table1.json").read_text())
+    assert set(stored["results"]) == {"base model", "mixing rho=1", "random", "BDS"}
+    for method, folder in (("BDS", "bds"), ("random", "random")):
+        run = json.loads((here / "runs/small" / folder / "seed-0" / "result.json").read_text())
+        assert stored["results"][method][0]["upper_heldout"] == run["upper_heldout"]
+        assert f"{run['upper_heldout']:.3f}" in text
+    assert stored["results"]["base model"][0]["upper_heldout"] == run["base/upper_heldout"]
+    assert "0.80 / 0.893" in text  # the paper's BDS beside ours
+
+    mixing = json.loads((here / "runs/small/mixing-rho-1/seed-0/result.json").read_text())
+    read = [row["tokens"] for row in read_rows(here / "runs/small/random/seed-0/metrics.jsonl")]
+    assert sum(read[:-1]) < mixing["lower_tokens"] <= sum(read)
+
+    (here / "README.md").write_text("before\n<!-- begin small_table1 -->\nold\n"
+                                    "<!-- end small_table1 -->\nafter\n")
+    reproduce.main(["readme"])
+    page = (here / "README.md").read_text()
+    assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
+    assert f"| BDS | {stored['results']['BDS'][0]['upper_heldout']:.3f} |" in page
+    assert stored["command"] in page and "--only" in stored["command"]
+
+    made = (here / "runs/small/bds/seed-0/result.json").stat().st_mtime_ns
+    reproduce.main(arguments)  # finished runs are not run again
+    assert (here / "runs/small/bds/seed-0/result.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("target", ["table3", "table3-dpo"])
+def test_one_row_of_each_safety_table(target, here, folders, capsys):
+    dpo = target == "table3-dpo"
+    reproduce.main([target, "--scale", "small", "--data", tiny(here, folders, pairs=dpo),
+                    "--train", TINY + (" --upper-loss dpo" if dpo else ""),
+                    "--online", "--k-gen 2 --max-new-tokens 4", "--seeds", "1", "--workers", "1",
+                    "--only", "online dynamic"])
+    stored = json.loads((here / f"results/small_{target.replace('-', '_')}.json").read_text())
+    run = stored["results"]["online dynamic"][0]
+    folder = here / "runs/small" / target / "online-dynamic/seed-0"
+    saved = json.loads((folder / "result.json").read_text())
+    assert run["upper_heldout"] == saved["upper_heldout"] > 0
+    assert ("upper_accuracy" in run) == dpo
+    assert ("0.43 / 1.37" if dpo else "0.82 / 1.02") in capsys.readouterr().out
+
+
+def test_bad_input(here, refused):
+    for words, what in (
+            (["table3", "--scale", "small"], "name the rows"),
+            (["qa"], "list puzzles only"),
+            (["winrate", "--scale", "small"], "--judge"),
+            (["table1", "--only", "nonsense"], "no method has this name"),
+            (["table1", "--seeds", "0"], "--seeds must be 1 or more")):
+        assert what in refused(lambda words=words: reproduce.main(words))
+    assert "no question" in refused(lambda: experiments.main(["ablations", "--only", "nonsense"]))
+    assert "of the toy only" in refused(lambda: experiments.main(["controls", "--scale", "small"]))
+    assert not (here / "runs").exists()
+
+
+def test_a_failing_run_is_named_with_its_last_line(here, refused):
+    line = refused(lambda: reproduce.main(
+        ["table1", "--scale", "small", "--only", "BDS", "--seeds", "1", "--data",
+         "--lower gone.jsonl --upper gone.jsonl --model gone"]))
+    assert "train_offline.py" in line and "exit code 2" in line and "gone" in line
+
+
+# --- last: minutes --------------------------------------------------------------------------------
+
+@pytest.mark.slow
+def test_selectors_and_the_curated_set_on_the_toy(here, capsys):
+    """One epoch of one seed: tables are there, rows that should be bad are, budgets are equal."""
+    common = ["--seeds", "1", "--train", "--epochs 1"]
+    experiments.main(["selectors", *common])
+    stored = json.loads((here / "results/toy_selectors.json").read_text())["results"]
+    assert stored["loss"][0]["auroc/plain"] > 0.95 and stored["omega"][0]["auroc"] > 0.7
+    assert abs(stored["random"][0]["auroc"] - 0.5) < 0.05
+    assert all(run[0]["seconds"] > 0 for run in stored.values())
+    experiments.main(["curated", *common])
+    stored = json.loads((here / "results/toy_curated.json").read_text())["results"]
+    assert stored["raw set"][0]["bad_share"] == pytest.approx(0.4)
+    assert stored["top k by BDS"][0]["bad_share"] < stored["random k"][0]["bad_share"]
+    assert stored["... with its rewrites"][0]["rows"] >= stored["top k by BDS"][0]["rows"]
