@@ -86,7 +86,8 @@ def _fail(message):
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # the message gets a line of its own
     if _first_to_fail():
-        print("error: " + " ".join(message.split()), flush=True,
+        # The first process's bar may stand in the way of another's line.
+        print(("\n" if rank() else "") + "error: " + " ".join(message.split()), flush=True,
               file=sys.__stderr__ if rank() else sys.stderr)
     return 2
 
