@@ -6,6 +6,7 @@ The method itself is in the scripts; nothing here takes a gradient.
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from tqdm import tqdm
 import data
 import toy
 import utils
-from eval import exact_match, mean_losses, ranking_metrics, row_losses, table
+from eval import SPARE_ROW, exact_match, mean_losses, ranking_metrics, row_losses, table
 from selector import penalty
 from utils import UserError
 
@@ -81,6 +82,8 @@ def add_arguments(parser):
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+    add("--fsdp", action="store_true",
+        help="split the base over torchrun's processes, when it does not fit one GPU")
 
     add = parser.add_argument_group("theta").add_argument
     add("--lr", type=float, default=2e-4, help="beta, step size of theta (5e-6)")
@@ -89,6 +92,7 @@ def add_arguments(parser):
     add("--clip", type=float, default=1.0, help="largest gradient norm of theta")
     add("--batch", type=int, default=32, help="rows of each level a step (32)")
     add("--micro-batch", type=int, default=8, help="rows of each level a forward (8)")
+    add("--micro-tokens", type=int, help="tokens a forward, a longer row alone (default: no limit)")
     add("--epochs", type=int, default=3, help="passes over the lower rows (3)")
 
     add = parser.add_argument_group("omega").add_argument
@@ -127,8 +131,9 @@ def parse(parser, argv, presets=PRESETS):
         parser.set_defaults(**TOY)
     args = parser.parse_args(argv)
     args.toy = not args.preset and (args.lower, args.upper, args.model) == (None,) * 3
-    for name in ("batch", "micro_batch", "epochs", "save_every", "lora_rank", "max_length"):
-        if getattr(args, name) < 1:
+    for name in ("batch", "micro_batch", "micro_tokens", "epochs", "save_every", "lora_rank",
+                 "max_length"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     for name in ("lr", "omega_lr", "clip"):
         if not 0 <= getattr(args, name) < math.inf:
@@ -136,6 +141,12 @@ def parse(parser, argv, presets=PRESETS):
                             "number, 0 or more")
     if not 0 <= args.correction <= 1:
         raise UserError(f"--correction {args.correction}: must lie in [0, 1]")
+    if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise UserError("--fsdp: splits the base over several processes; start them with torchrun "
+                        "--nproc-per-node N")
+    if args.fsdp and (args.four_bit or args.merge):
+        raise UserError("--fsdp: not with --four-bit or --merge; merge the adapter of the finished "
+                        "run instead")
     if args.rank_by == "corrected" and not args.correction:
         raise UserError("--rank-by corrected: needs --correction A")
     if args.skip_scores and args.rank_by != "weight":
@@ -169,6 +180,11 @@ def load_levels(args, tokenizer, context_length):
     except OSError as error:
         raise UserError(f"--cache-dir {args.cache_dir}: the folder cannot be made "
                         f"({error.strerror})") from None
+    with utils.first_goes_first():
+        return _load_levels(args, tokenizer, context_length)
+
+
+def _load_levels(args, tokenizer, context_length):
     if args.toy:
         upper = "pairs" if args.upper_loss == "dpo" else args.toy_upper
         paths = toy.write(
@@ -282,15 +298,21 @@ def reference_margins(args, model, levels, out):
     if args.upper_loss == "sft":
         return {"upper": None, "upper_heldout": None}
     file = out / "weights" / "reference_margins.safetensors"
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        margins = {}
+    margins = utils.on_first(lambda: load_file(file) if file.exists() else {})
+    if not margins:
         with model.disable_adapter():
             for name in ("upper", "upper_heldout"):
                 chosen, rejected = pair_logps(model, getattr(levels, name), f"reference, {name}")
                 margins[name] = (chosen - rejected).contiguous()
-        utils.write_atomic(file, save(margins))
-    return load_file(file)
+        write_once(file, save(margins))
+    return margins
+
+
+def write_once(file, content):
+    """`utils.write_atomic` by the first process, the folder made when it is missing."""
+    if utils.rank() == 0:
+        file.parent.mkdir(exist_ok=True)
+        utils.write_atomic(file, content)
 
 
 def pair_logps(model, pairs, label=None):
@@ -301,6 +323,38 @@ def pair_logps(model, pairs, label=None):
 
 
 # --- computed at run time -------------------------------------------------------------------------
+
+def micro_batches(args, model, upper_rows, lower_rows):
+    """This process's forwards of a step: (upper places, lower places, sequences to pack) each.
+
+    upper_rows, lower_rows: of every row of the step its sequences (a pair has two, a question G).
+    Row i is the share of process i mod W. A forward takes at most --micro-batch rows of each level
+    and --micro-tokens tokens, or one longer row. A sharded model also gets sequences that belong to
+    no row, while other processes have more forwards.
+    """
+    def parts():
+        places, tokens = ([], []), 0
+        for i in range(utils.rank(), max(len(upper_rows), len(lower_rows)), utils.world_size()):
+            for mine, rows in zip((0, 1), (upper_rows, lower_rows), strict=True):
+                if i >= len(rows):
+                    continue
+                size = sum(len(sequence["input_ids"]) for sequence in rows[i])
+                if len(places[mine]) == args.micro_batch or (
+                        args.micro_tokens and tokens and tokens + size > args.micro_tokens):
+                    yield places
+                    places, tokens = ([], []), 0
+                places[mine].append(i)
+                tokens += size
+        if any(places):
+            yield places
+
+    for places in utils.together(parts(), model):
+        upper, lower = places or ([], [])
+        sequences = [s for rows, mine in ((upper_rows, upper), (lower_rows, lower))
+                     for i in mine for s in rows[i]]
+        if sequences or utils.is_sharded(model):
+            yield upper, lower, sequences or [SPARE_ROW]
+
 
 def coming_rows(num_rows, args, step, steps, total):
     """The distinct lower rows that steps `step` .. `step + steps - 1` read, epochs included."""
@@ -366,10 +420,14 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
         print(f"{name}: {len(part)} rows, {int(data.row_lengths(part).sum())} tokens"
               + (f", dropped {dropped}" if dropped else "")
               + (f", {report['truncated']} responses cut" if report.get("truncated") else ""))
+    processes = utils.world_size()
     print(f"steps: ceil({len(levels.lower)} lower rows / batch {args.batch}) = {steps_per_epoch} "
           f"an epoch, x {total_steps / steps_per_epoch:g} epochs = {total_steps}; "
-          f"{math.ceil(args.batch / args.micro_batch)} forwards a step "
-          f"(batch {args.batch} / micro batch {args.micro_batch})")
+          f"{math.ceil(args.batch / processes / args.micro_batch)} forwards a step "
+          f"(batch {args.batch} / "
+          + (f"{processes} processes / " if processes > 1 else "")
+          + f"micro batch {args.micro_batch}"
+          + (f", of at most {args.micro_tokens} tokens)" if args.micro_tokens else ")"))
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -382,6 +440,12 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
         args.dtype == "auto" and utils.pick_device(args.device).type == "cpu") else 2
     longest = max(int(data.row_lengths(part).max()) for part in rows.values() if part is not None)
     tokens = 2 * args.micro_batch * longest
+    if args.micro_tokens:
+        tokens = min(tokens, max(args.micro_tokens, longest))
+    if args.fsdp:  # each process has its share, and whole embeddings and head
+        whole = sum(m.weight.numel() for m in (
+            model.get_input_embeddings(), model.get_output_embeddings()))
+        base = whole + (base - whole) / processes
     layers = config.get_text_config().num_hidden_layers
     hidden = config.get_text_config().hidden_size
     # About 34 d bytes a token and layer at two bytes a number; one layer's worth with checkpoints.
@@ -389,13 +453,14 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
     activations = tokens * hidden * live * max(width, 2) / 2
     memory = base * width + adapter * 16 + activations + 12 * len(levels.lower)
     disk = (args.epochs + 6) * 4 * len(levels.lower) + 3 * adapter * 12 + len(levels.lower) * 200
-    print(f"memory: about {memory / 2**30:.2f} GiB (base {base / 1e6:.1f}M parameters x {width:g} "
-          f"bytes, adapter {adapter / 1e6:.2f}M x 16, activations of at most {tokens} tokens)")
+    print(f"memory: about {memory / 2**30:.2f} GiB{' a process' if processes > 1 else ''} (base "
+          f"{base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M x 16, "
+          f"activations of at most {tokens} tokens)")
     print(f"disk: about {disk / 2**20:.0f} MiB in {args.out}")
 
 
 FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
-                  "rank_by")  # what a resumed run may change without another result
+                  "rank_by", "fsdp")  # what a resumed run may change without another result
 
 
 def run_config(args, levels, device, dtype):
@@ -449,29 +514,28 @@ def held_out_metrics(args, model, levels, reference):
 def base_losses(model, rows, out):
     """Every lower row's loss before training; computed once and kept in the run folder."""
     file = out / "weights" / "base_losses.safetensors"
-    if file.exists():
-        return load_file(file)["losses"]
-    file.parent.mkdir(exist_ok=True)
-    losses, _ = row_losses(model, rows, label="base losses")
-    utils.write_atomic(file, save({"losses": losses.contiguous()}))
+    losses = utils.on_first(lambda: load_file(file)["losses"] if file.exists() else None)
+    if losses is None:
+        losses, _ = row_losses(model, rows, label="base losses")
+        write_once(file, save({"losses": losses.contiguous()}))
     return losses
 
 
 def base_metrics(args, model, levels, reference, out):
     """{"base/KEY": held-out metric before training}; computed once and kept in the run folder."""
     file = out / "base.json"
-    if not file.exists():
-        metrics = held_out_metrics(args, model, levels, reference)
-        utils.write_atomic(file, json.dumps({f"base/{k}": v for k, v in metrics.items()}) + "\n")
-    return json.loads(file.read_text())
+    metrics = utils.on_first(lambda: json.loads(file.read_text()) if file.exists() else None)
+    if metrics is None:
+        metrics = {f"base/{key}": value for key, value in
+                   held_out_metrics(args, model, levels, reference).items()}
+        write_once(file, json.dumps(metrics) + "\n")
+    return metrics
 
 
 def save_omega(selector, out, epoch):
     """omega after an epoch (0: before the first), always kept."""
-    folder = out / "weights"
-    folder.mkdir(exist_ok=True)
-    utils.write_atomic(folder / f"epoch_{epoch}.safetensors",
-                       save({"omega": selector.logits.cpu().contiguous()}))
+    write_once(out / "weights" / f"epoch_{epoch}.safetensors",
+               save({"omega": selector.logits.cpu().contiguous()}))
 
 
 def rank_rows(scores):
@@ -526,8 +590,10 @@ def write_weights(args, out, lower, weights, scores, extra):
     for name in ("bad", "kind"):
         if name in lower.column_names:
             columns[name] = list(lower[name])
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    utils.write_jsonl(out / "weights.jsonl", sorted(rows, key=lambda row: row["rank"]))
+    if utils.rank() == 0:
+        rows = [dict(zip(columns, row, strict=True))
+                for row in zip(*columns.values(), strict=True)]
+        utils.write_jsonl(out / "weights.jsonl", sorted(rows, key=lambda row: row["rank"]))
     return ranks, kept
 
 
@@ -622,6 +688,8 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
         labels |= {key.replace("/", "_unmasked/", 1): value for key, value in label_metrics(
             lower.select(unmasked.tolist()), {n: s[unmasked] for n, s in scores.items()}).items()}
     result |= labels | (curate(ranks, kept) if curate else {})
+    if utils.rank() > 0:
+        return
     utils.save_adapter(model, out / "adapter")
     if args.merge:
         utils.save_pretrained(model.merge_and_unload(), out / "merged")

@@ -103,6 +103,13 @@ def response_of(row):
             if trained]
 
 
+def greedy(args, model, prompts, end_ids, label):
+    """The likeliest answer to each prompt, [(tokens, complete)]; all processes share the work."""
+    return utils.split(lambda prompts: generate(
+        model, prompts, [""] * len(prompts), max_new_tokens=args.max_new_tokens, temperature=0.0,
+        end_ids=end_ids, batch_size=args.generation_batch, label=label), prompts)
+
+
 def calibrate(args, model, held_out, end_ids, blank):
     """(threshold, false-replacement rate) from trusted held-out prompts; (None, None) for too few.
 
@@ -115,9 +122,7 @@ def calibrate(args, model, held_out, end_ids, blank):
     if len(rows) < 2 * MIN_CALIBRATION:
         return None, None
     prompts = [prompt_of(row) for row in rows]
-    written = generate(model, prompts, [""] * len(rows), max_new_tokens=args.max_new_tokens,
-                       temperature=0.0, end_ids=end_ids, batch_size=args.generation_batch,
-                       label="trusted prompts")
+    written = greedy(args, model, prompts, end_ids, "trusted prompts")
     margins = (scores(model, prompts, [tokens for tokens, _ in written], blank)
                - scores(model, prompts, [response_of(row) for row in rows], blank))
     fine = torch.tensor([well_formed(*answer) for answer in written])
@@ -142,9 +147,7 @@ def curated_set(args, out, model, levels, tokenizer, selector, mask, buffer, end
     tokens = [lower[p] for p in bottom]
     prompts = [prompt_of(row) for row in tokens]
     blank = empty_prompt([prompt_of(lower[i]) for i in range(min(50, len(lower)))])
-    written = generate(model, prompts, [""] * len(prompts), max_new_tokens=args.max_new_tokens,
-                       temperature=0.0, end_ids=end_ids, batch_size=args.generation_batch,
-                       label="refining")
+    written = greedy(args, model, prompts, end_ids, "refining")
     new = [answer for answer, _ in written]
     threshold, false_rate = calibrate(args, model, levels.upper_heldout, end_ids, blank)
     margins = (scores(model, prompts, new, blank)
@@ -188,8 +191,9 @@ def curated_set(args, out, model, levels, tokenizer, selector, mask, buffer, end
                 entry[name] = row[name]
         rows.append(entry)
     rows.sort(key=lambda entry: entry["rank"])
-    utils.write_jsonl(Path(out) / "curated.jsonl", rows)
-    if args.export_format:
+    if utils.rank() == 0:
+        utils.write_jsonl(Path(out) / "curated.jsonl", rows)
+    if args.export_format and utils.rank() == 0:
         export(rows, Path(out) / f"curated.{args.export_format}.jsonl", args.export_format)
     choices = [entry["recommended"] for entry in refined.values()]
     return {"refined/answers": len(choices),

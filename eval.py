@@ -27,6 +27,7 @@ from logprobs import packed_forward, sequence_logprobs
 from utils import UserError
 
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
+SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -47,20 +48,38 @@ def packed_groups(rows, indices, device, label=None):
         yield pack(group, device)
 
 
+def own_groups(model, rows, indices, label=None):
+    """This process's share of the rows at `indices`: (their places in `indices`, packed batch).
+
+    Every world_size()-th row. A sharded model also gets batches that count for nothing (no places),
+    while other processes have more.
+    """
+    indices = indices[utils.rank()::utils.world_size()]
+    start, groups = 0, packed_groups(tokens_only(rows), indices, model.device, label)
+    for batch in utils.together(groups, model):
+        count = 0 if batch is None else len(batch["cu_seqlens"]) - 1
+        places = (start + torch.arange(count)) * utils.world_size() + utils.rank()
+        yield places, pack([SPARE_ROW], model.device) if batch is None else batch
+        start += count
+
+
 @torch.no_grad()
 def row_losses(model, rows, indices=None, label=None):
     """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
 
     rows: a data set of tokenised rows, indices: which of them, in order (None: all).
-    label: text of a progress bar, None for none. Returns (losses (n,), lengths (n,)) on the CPU.
+    label: text of a progress bar, None for none. The work is split over all processes; each
+    returns (losses (n,), lengths (n,)) of all rows, on the CPU.
     """
     indices = range(len(rows)) if indices is None else [int(i) for i in indices]
-    losses, lengths = [], []
-    for batch in packed_groups(tokens_only(rows), indices, model.device, label):
+    losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
+                         else torch.float32)
+    lengths = torch.zeros(len(indices), dtype=torch.int64)
+    for places, batch in own_groups(model, rows, indices, label):
         logps, counts = sequence_logprobs(model, batch)
-        losses.append((-logps / counts).cpu())
-        lengths.append(counts.cpu())
-    return torch.cat(losses), torch.cat(lengths)
+        losses[places] = (-logps / counts).cpu()[:len(places)]
+        lengths[places] = counts.cpu()[:len(places)]
+    return utils.all_sum(losses), utils.all_sum(lengths)
 
 
 @torch.no_grad()
@@ -70,17 +89,17 @@ def exact_match(model, rows):
     Teacher-forced: greedy decoding writes exactly the response when every response token, EOS
     included, is the likeliest one after the true ones before it. No generation needed.
     """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    exact = 0
-    for batch in packed_groups(tokens_only(rows), range(len(rows)), model.device):
+    causal_lm, exact = utils.bare(model), torch.tensor(0)
+    for places, batch in own_groups(model, rows, range(len(rows))):
         where = batch["response_mask"].nonzero().squeeze(1)
         hidden = packed_forward(causal_lm.base_model, batch)[where]
         logits = causal_lm.get_output_embeddings()(hidden)
         wrong = where[logits.argmax(dim=1) != batch["targets"][where]]
         starts = batch["cu_seqlens"].long()
         wrong_rows = torch.searchsorted(starts[1:], wrong, right=True).unique()
-        exact += len(starts) - 1 - len(wrong_rows)
-    return exact / len(rows)
+        if len(places):
+            exact += len(starts) - 1 - len(wrong_rows)
+    return utils.all_sum(exact).item() / len(rows)
 
 
 def mean_losses(losses, lengths, prefix):

@@ -10,6 +10,7 @@ cache and the stopping are transformers' `generate`.
 import contextlib
 
 import torch
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
@@ -100,13 +101,13 @@ def folded(model):
 
     Unmerged LoRA triples the number of small matrix products of a decoding step. The weights are
     put back from a copy, not by subtraction: rounding would drift, and a resumed run would differ.
-    Quantised layers are left as they are.
+    Quantised layers are left as they are, and so are those that FSDP has split over processes.
     """
     copies = []
     for layer in model.modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
         if hasattr(layer, "lora_A") and weight is not None and weight.is_floating_point() \
-                and not layer.disable_adapters:
+                and not isinstance(weight, DTensor) and not layer.disable_adapters:
             copies.append((layer, weight, weight.detach().clone()))
             for name in layer.active_adapters:
                 weight.data += layer.get_delta_weight(name).to(weight.dtype)

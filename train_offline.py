@@ -70,30 +70,29 @@ def descend(args, model, parameters, optimizer, upper_batch, lower_batch, weight
 
     upper_batch, lower_batch: lists of rows; weights (B_low,) W; reference (B_up,) of DPO pairs.
     Returns the losses before the step, upper (B_up,) and lower (B_low,), and the gradient norm
-    before clipping.
+    before clipping. Each process runs its share of the rows; all return the same.
     """
-    upper_losses, lower_losses = [], []
-    for start in range(0, max(len(upper_batch), len(lower_batch)), args.micro_batch):
-        part = slice(start, start + args.micro_batch)
-        upper_rows = data.sequences(upper_batch[part])
-        logps, lengths = sequence_logprobs(
-            model, data.pack(upper_rows + lower_batch[part], model.device))
-        count = len(upper_rows)
+    upper_losses, lower_losses = (weights.new_zeros(len(b)) for b in (upper_batch, lower_batch))
+    upper_rows, lower_rows = ([data.sequences([row]) for row in b]
+                              for b in (upper_batch, lower_batch))
+    for up, low, rows in common.micro_batches(args, model, upper_rows, lower_rows):
+        logps, lengths = sequence_logprobs(model, data.pack(rows, model.device))
+        count = sum(len(upper_rows[i]) for i in up)
         upper = common.upper_losses(args, logps[:count], lengths[:count],
-                                    None if reference is None else reference[part])
-        lower = -logps[count:] / lengths[count:]                       # Eq. SFT_def, deviation 1
+                                    None if reference is None else reference[up])
+        lower = (-logps[count:] / lengths[count:])[:len(low)]          # Eq. SFT_def, deviation 1
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
-        loss = rho * (weights[part] * lower).sum() / len(lower_batch)
+        loss = rho * (weights[low] * lower).sum() / len(lower_batch)
         if upper_batch:
             loss = loss + (1 - rho) * upper.sum() / len(upper_batch)
         loss.backward()
-        upper_losses.append(upper.detach())
-        lower_losses.append(lower.detach())
+        upper_losses[up], lower_losses[low] = upper.detach(), lower.detach()
+    utils.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip)
     if torch.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
-    return torch.cat(upper_losses), torch.cat(lower_losses), norm
+    return utils.all_sum(upper_losses), utils.all_sum(lower_losses), norm
 
 
 def main(argv=None):
@@ -102,7 +101,7 @@ def main(argv=None):
     gammas = common.gammas(args) if args.method == "bds" else None
 
     # --- data and model ---------------------------------------------------------------------------
-    device = utils.pick_device(args.device)
+    device = utils.join_processes(args.device)
     model_name = str(common.toy.MODEL) if args.toy else args.model
     tokenizer, config = utils.load_tokenizer(model_name), utils.load_config(model_name)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
@@ -123,7 +122,7 @@ def main(argv=None):
     if args.dry_run:
         return
     utils.seed_everything(args.seed)
-    base = utils.load_model(model_name, device, args.dtype, args.four_bit)
+    base = utils.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
     model = utils.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
                            args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
@@ -133,6 +132,8 @@ def main(argv=None):
         theta_hat = utils.add_twin(model, "theta_hat")
         hat_optimizer = utils.make_optimizer(args.optimizer, theta_hat, args.lr)
         optimizers["theta_hat"] = hat_optimizer
+    if args.fsdp:
+        utils.shard(model, device)
     selector = Selector(num_rows, args.omega_lr, args.omega_optimizer, args.center,
                         dtype=torch.float64 if args.dtype == "float64" else torch.float32,
                         device=device)

@@ -116,21 +116,22 @@ def descend(args, model, parameters, optimizer, upper_batch, lower_batch, weight
 
     lower_batch: one `Answers` a row, [] for a dropped one. weights (B_low,) W. Returns the losses
     before the step, upper (B_up,) and lower (B_low,) with plain means over answers; the weighted
-    lower losses; the ratios used, their clamp count; the gradient norm before clipping.
+    lower losses; the ratios used, their clamp count; the gradient norm before clipping. Each
+    process runs its share of the rows; all return the same.
     """
-    upper_losses, plain_losses, lower_losses, used, num_clamped = [], [], [], [], 0
-    for start in range(0, max(len(upper_batch), len(lower_batch)), args.micro_batch):
-        part = slice(start, start + args.micro_batch)
-        questions = lower_batch[part]
-        upper_rows = data.sequences(upper_batch[part])
-        rows = upper_rows + [row for answers in questions for row in answers.rows]
-        if not rows:
-            continue
+    upper_losses, lower_losses = (weights.new_zeros(len(b)) for b in (upper_batch, lower_batch))
+    plain_losses, num_clamped = torch.zeros_like(lower_losses), torch.tensor(0)
+    used = weights.new_zeros(len(lower_batch), args.num_answers)
+    upper_rows = [data.sequences([row]) for row in upper_batch]
+    lower_rows = [answers.rows for answers in lower_batch]
+    for up, low, rows in common.micro_batches(args, model, upper_rows, lower_rows):
+        questions = [lower_batch[i] for i in low]
         logps, lengths = sequence_logprobs(model, data.pack(rows, model.device))
-        count = len(upper_rows)
+        count = sum(len(upper_rows[i]) for i in up)
         upper = common.upper_losses(args, logps[:count], lengths[:count],
-                                    None if reference is None else reference[part])
-        logps, lengths = logps[count:], lengths[count:]
+                                    None if reference is None else reference[up])
+        end = count + sum(len(answers.rows) for answers in questions)
+        logps, lengths = logps[count:end], lengths[count:end]
         losses = -logps / lengths                                      # Eq. SFT_def, deviation 1
         owner = torch.tensor([q for q, answers in enumerate(questions) for _ in answers.rows],
                              dtype=torch.long, device=losses.device)
@@ -138,15 +139,15 @@ def descend(args, model, parameters, optimizer, upper_batch, lower_batch, weight
 
         # --- lines 9-13: generated answers count by r, originals by one ---------------------------
         ratio = torch.ones_like(losses)
-        old = [answers.old_logps for answers in questions if answers.old_logps is not None]
-        if old and use_ratio:
+        written = [i for i in low if lower_batch[i].old_logps is not None]
+        if written and use_ratio:
             new = torch.tensor([answers.old_logps is not None for answers in questions
                                 for _ in answers.rows], device=losses.device)
-            shape = (len(old), args.num_answers)
-            r, over = ratios(args, logps[new].view(shape), lengths[new].view(shape),
-                             torch.stack(old).to(logps))
+            shape = (len(written), args.num_answers)
+            old = torch.stack([lower_batch[i].old_logps for i in written]).to(logps)
+            r, over = ratios(args, logps[new].view(shape), lengths[new].view(shape), old)
             ratio[new] = r.flatten()
-            used.append(r)
+            used[written] = r.to(used)
             num_clamped += over
 
         def mean(values, owner=owner, counts=counts):  # (1/G) sum_g, a question
@@ -155,20 +156,21 @@ def descend(args, model, parameters, optimizer, upper_batch, lower_batch, weight
 
         lower = mean(ratio * losses)
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
-        loss = rho * (weights[part] * lower).sum() / len(lower_batch)
-        if len(upper):
+        loss = rho * (weights[low] * lower).sum() / len(lower_batch)
+        if upper_batch:
             loss = loss + (1 - rho) * upper.sum() / len(upper_batch)
         loss.backward()
-        upper_losses.append(upper.detach())
-        lower_losses.append(lower.detach())
-        plain_losses.append(mean(losses.detach()))
+        upper_losses[up], lower_losses[low] = upper.detach(), lower.detach()
+        plain_losses[low] = mean(losses.detach())
+    utils.sum_gradients(parameters)
     norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip)
     if torch.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
-    used = torch.cat(used) if used else torch.ones(0, args.num_answers)
-    return (torch.cat(upper_losses), torch.cat(plain_losses), torch.cat(lower_losses), used,
-            num_clamped, norm)
+    for values in (upper_losses, plain_losses, lower_losses, used, num_clamped):
+        utils.all_sum(values)
+    written = [use_ratio and answers.old_logps is not None for answers in lower_batch]
+    return upper_losses, plain_losses, lower_losses, used[written], num_clamped.item(), norm
 
 
 class Answers:
@@ -182,11 +184,13 @@ def answer(args, model, lower, positions, row_ids, refresh, end_ids, step):
     """Lines 6-7: G answers for each row at `positions`, and their log-probs under this model."""
     prompts = [curate.prompt_of(row) for row in data.take(lower, positions)]
     jobs = [(i, g) for i in range(len(positions)) for g in range(args.num_answers)]
-    written = generate(
-        model, [prompts[i] for i, _ in jobs],
-        [f"{args.seed} {refresh} {row_ids[positions[i]]} {g}" for i, g in jobs],
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, end_ids=end_ids,
-        batch_size=args.generation_batch, label=f"refresh {refresh}")
+    written = utils.split(
+        lambda prompts, seeds: generate(
+            model, prompts, seeds, max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature, end_ids=end_ids, batch_size=args.generation_batch,
+            label=f"refresh {refresh}"),
+        [prompts[i] for i, _ in jobs],
+        [f"{args.seed} {refresh} {row_ids[positions[i]]} {g}" for i, g in jobs])
     rows = [curate.answer_row(prompts[i], tokens)
             for (i, _), (tokens, _) in zip(jobs, written, strict=True)]
     losses, lengths = row_losses(model, rows, label="scoring answers")
@@ -212,7 +216,7 @@ def main(argv=None):
     gammas = common.gammas(args)
 
     # --- data and model ---------------------------------------------------------------------------
-    device = utils.pick_device(args.device)
+    device = utils.join_processes(args.device)
     model_name = str(common.toy.MODEL) if args.toy else args.model
     tokenizer, config = utils.load_tokenizer(model_name), utils.load_config(model_name)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
@@ -240,7 +244,7 @@ def main(argv=None):
     if args.dry_run:
         return
     utils.seed_everything(args.seed)
-    base = utils.load_model(model_name, device, args.dtype, args.four_bit)
+    base = utils.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
     model = utils.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
                            args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
@@ -250,6 +254,8 @@ def main(argv=None):
         theta_hat = utils.add_twin(model, "theta_hat")
         hat_optimizer = utils.make_optimizer(args.optimizer, theta_hat, args.lr)
         optimizers["theta_hat"] = hat_optimizer
+    if args.fsdp:
+        utils.shard(model, device)
     selector = Selector(num_rows, args.omega_lr, args.omega_optimizer, args.center,
                         dtype=torch.float64 if args.dtype == "float64" else torch.float32,
                         device=device)

@@ -14,8 +14,10 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads cost 80x on busy cores
@@ -24,6 +26,7 @@ os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # a network look-up on 
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 from tqdm import tqdm
 
@@ -40,8 +43,16 @@ class UserError(Exception):
     """
 
 
+class ProcessLost(BaseException):
+    """torchrun asks this process to stop: another one of the run has. Nothing else catches it."""
+
+
 def run(main):
-    """Call `main()`; a `UserError` or a failing disk becomes one line on stderr and exit code 2."""
+    """Call `main()`; a `UserError` or a failing disk becomes one line on stderr and exit code 2.
+
+    Of several processes the first that fails prints. One whose partner is gone ends with exit code
+    1 and one line.
+    """
     try:
         main()
     except UserError as error:
@@ -49,15 +60,35 @@ def run(main):
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG,
                                errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+            sys.stderr = sys.__stderr__
             raise
         sys.exit(_fail(f"{error.filename or 'a file'}: {error.strerror}; free space or choose "
                        "another folder, then run the same command again"))
+    except (Exception, ProcessLost) as error:
+        if world_size() == 1:
+            raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the line is printed
+        sys.stderr = sys.__stderr__  # a traceback is shown, whichever process it comes from
+        # gloo's errors are plain RuntimeErrors.
+        if not isinstance(error, (ProcessLost, dist.DistError)) and not (
+                isinstance(error, RuntimeError) and "gloo" in str(error)):
+            raise
+        _fail("another process of this run has stopped or cannot be reached; start all of them "
+              "again with --resume")
+        sys.stdout.flush()
+        os._exit(1)  # the usual end would wait for the partner
+    if world_size() > 1:
+        dist.destroy_process_group()
 
 
 def _fail(message):
+    """The line on stderr; always 2, the exit code."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # the message gets a line of its own
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    if _first_to_fail():
+        # The first process's bar may stand in the way of another's line.
+        print(("\n" if rank() else "") + "error: " + " ".join(message.split()), flush=True,
+              file=sys.__stderr__ if rank() else sys.stderr)
     return 2
 
 
@@ -102,6 +133,162 @@ def read_jsonl(path):
 def content_hash(*texts):
     """16 hex digits of sha256 over the texts, separated so that ("ab", "c") != ("a", "bc")."""
     return hashlib.sha256("\x1f".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+# --- several processes ----------------------------------------------------------------------------
+#
+# torchrun starts them; without it there is one, and every function here is the identity. All
+# processes hold the same rows, adapter, optimisers and omega; what differs is the share of the
+# work. Sums make what they found the same everywhere.
+
+TIMEOUT = timedelta(hours=1)  # of one wait: a first process may be tokenising a large file
+_store = None                 # torchrun's key-value store, shared by all processes
+
+
+def rank():
+    """Number of this process, 0 to world_size() - 1."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world_size():
+    """Number of processes that share this run."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def join_processes(name):
+    """Join the processes that torchrun started, if it did; returns this one's device.
+
+    name: --device. CUDA tensors are reduced by NCCL, CPU tensors by gloo. All but the first
+    process are silent from here on, errors excepted (see `run`).
+    """
+    global _store
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return pick_device(name)
+    if not world_size() > 1:
+        if int(os.environ["RANK"]) > 0:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for good
+        signal.signal(signal.SIGTERM, _stop)
+        _store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                                store=_store, rank=number, world_size=count, timeout=TIMEOUT)
+    device, local = pick_device(name), int(os.environ["LOCAL_RANK"])
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise UserError(f"--device {name}: torchrun's processes take a GPU each; use --device cuda")
+    if local >= torch.cuda.device_count():
+        raise UserError(f"torchrun started {local + 1} processes or more on this machine, which "
+                        f"has {torch.cuda.device_count()} GPUs; lower --nproc-per-node")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _stop(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise ProcessLost
+
+
+def _first_to_fail():
+    """Whether no other process of this run has printed an error before."""
+    if _store is None:
+        return os.environ.get("RANK", "0") == "0"
+    try:
+        return _store.add("errors", 1) == 1
+    except Exception:  # the store went down with torchrun: better twice than never
+        return True
+
+
+def all_sum(values):
+    """The sum of a tensor over all processes, in place."""
+    if world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def sum_gradients(parameters):
+    """Each gradient becomes its sum over all processes: one flat all-reduce.
+
+    A parameter without a gradient here may have one elsewhere: it sends zeros.
+    """
+    if world_size() == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters]
+    flat = all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def on_first(function):
+    """function() of the first process, for all; its errors are raised in all of them."""
+    if world_size() == 1:
+        return function()
+    found = [None, None]
+    if rank() == 0:
+        try:
+            found[0] = function()
+        except (UserError, OSError) as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
+
+
+@contextlib.contextmanager
+def first_goes_first():
+    """One process of every machine, then its others: they read the cache that it has written."""
+    later = world_size() > 1 and int(os.environ["LOCAL_RANK"]) > 0
+    if later:
+        all_sum(torch.zeros(1))  # waits for the first one, below
+    try:
+        yield
+    finally:
+        if not later:
+            all_sum(torch.zeros(1))
+
+
+def split(function, *lists):
+    """function(*lists) -> a list of the same length, its items made by all processes.
+
+    Each process calls it with every world_size()-th item; all get equally many, so that they run
+    equally many forwards: some do one of another's again.
+    """
+    count, total = world_size(), len(lists[0])
+    if count == 1 or total == 0:
+        return function(*lists)
+    mine = [min(rank() + k * count, total - 1) for k in range(math.ceil(total / count))]
+    parts = [None] * count
+    dist.all_gather_object(parts, function(*([items[i] for i in mine] for items in lists)))
+    return [parts[i % count][i // count] for i in range(total)]
+
+
+def together(items, model):
+    """The items of this process; None while others have more, when the base is sharded.
+
+    A sharded layer is gathered from all processes, so all must run equally many forwards.
+    """
+    items = iter(items)
+    while True:
+        item = next(items, None)
+        more = item is not None
+        if is_sharded(model):
+            more = bool(all_sum(torch.tensor(int(more))))
+        if not more:
+            return
+        yield item
+
+
+def is_sharded(model):
+    """Whether `shard` has split the base over the processes."""
+    return getattr(bare(model), "_is_fsdp_managed_module", False)
+
+
+def bare(model):
+    """The causal LM inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -168,11 +355,12 @@ def load_config(name):
         raise UserError(f"{name}: the model cannot be loaded ({_first(error)})") from None
 
 
-def load_model(name, device, dtype="auto", four_bit=False):
+def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """A frozen causal LM with packed attention, dropout off, in evaluation mode.
 
     dtype "auto" is bfloat16 on CUDA and float32 on the CPU. `four_bit` is an NF4 base through
-    bitsandbytes. Only safetensors are read and no remote code is run.
+    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. Only safetensors are
+    read and no remote code is run.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -213,7 +401,7 @@ def load_model(name, device, dtype="auto", four_bit=False):
     for key in ("attention_dropout", "attn_pdrop"):
         if getattr(model.config, key, None):
             setattr(model.config, key, 0.0)
-    model = (model if four_bit else model.to(device)).eval().requires_grad_(False)
+    model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
     try:
         logprobs.check_model(model, tolerance=0.1 if dtype == "bfloat16" or four_bit else 1e-3)
     except ValueError as error:
@@ -268,6 +456,32 @@ def adapter(model, name):
         yield
     finally:
         model.set_adapter("default")
+
+
+def shard(model, device):
+    """Split the frozen weights of the decoder layers over all processes (FSDP2), in place.
+
+    model: a PEFT model loaded with `on_host`, every adapter already there. Each layer is gathered
+    when a forward or backward reaches it and given up again. Adapters, embeddings, head and norms
+    outside the layers stay whole on every process: adapters are reduced by `sum_gradients` as
+    always, and log-probs read the head's weight.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    backbone = bare(model).base_model
+    layers = next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer in layers:
+        adapters = {p for name, p in layer.named_parameters() if "lora_" in name}
+        fully_shard(layer, mesh=mesh, ignored_params=adapters)
+    # The root has no weights of its own: it only lets one layer be fetched while another works.
+    whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
+    fully_shard(backbone, mesh=mesh, ignored_params=whole)
+    for tensor in (*whole, *model.buffers()):
+        tensor.data = tensor.data.to(device)
+    bare(model)._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
 
 
 def make_optimizer(name, parameters, lr):
@@ -326,15 +540,22 @@ def environment(device, dtype):
             "peft": peft.__version__, "numpy": np.__version__, "threads": torch.get_num_threads(),
             "dtype": str(dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
+            "machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability(),
+            "processes": world_size()}
 
 
 def open_run(out, config, resume, free_to_change=()):
     """Make the run folder, or check that `config` continues the run that is in it.
 
     config: {"args": ..., "environment": ..., "data": ...}, plain JSON values. Returns the folder.
+    Another number of processes is accepted, and their threads: the result is then equal to
+    rounding only.
     """
-    out = Path(out)
+    on_first(lambda: _open_run(Path(out), config, resume, free_to_change))
+    return Path(out)
+
+
+def _open_run(out, config, resume, free_to_change):
     file = out / "config.json"
     if not file.exists():
         if out.exists() and any(out.iterdir()):
@@ -345,7 +566,7 @@ def open_run(out, config, resume, free_to_change=()):
             raise UserError(f"{out}: the run folder cannot be made ({error.strerror}); choose "
                             "another --out") from None
         write_atomic(file, json.dumps(config, indent=2) + "\n")
-        return out
+        return
     if not resume:
         raise UserError(f"{out}: already holds a run; continue it with --resume or choose "
                         "another --out")
@@ -353,21 +574,29 @@ def open_run(out, config, resume, free_to_change=()):
         saved = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error}); the run cannot be resumed") from None
+    processes = saved.get("environment", {}).get("processes", 1)
+    if processes != world_size():
+        free_to_change = (*free_to_change, "threads")
     for section, values in json.loads(json.dumps(config)).items():
         for key, value in values.items():
             before = saved.get(section, {}).get(key)
-            if before != value and key not in free_to_change:
+            if before != value and key not in (*free_to_change, "processes"):
                 raise UserError(f"{out}: cannot resume: {section} {key} was {before!r} and is now "
                                 f"{value!r}; restore it or start a new run")
-    return out
+    if processes != world_size():
+        print(f"{out}: begun with {processes} processes, continued with {world_size()}: equal to "
+              "an uninterrupted run to rounding (1e-5), not bit for bit")
 
 
 def save_checkpoint(out, step, model, state, keep=2):
     """Everything a resumed run needs, as `checkpoints/step_k`, and drop all but the last `keep`.
 
     state: {"name": state_dict-like of tensors and plain values}; the adapter and every RNG are
-    added. A checkpoint appears whole or not at all.
+    added. A checkpoint appears whole or not at all, and holds nothing of the number of processes:
+    all have the same state, the first one writes.
     """
+    if rank() > 0:
+        return
     folder = out / "checkpoints" / f"step_{step:08d}"
     partial = folder.with_name(f".{folder.name}.partial")
     trained = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()
@@ -396,19 +625,13 @@ def save_checkpoint(out, step, model, state, keep=2):
 
 def load_checkpoint(out, model):
     """Put the newest checkpoint's adapter and RNG in place; its state, None without one."""
-    folders = sorted((Path(out) / "checkpoints").glob("step_*"))
-    if not folders:
+    folder, trained, state = on_first(lambda: _read_checkpoint(Path(out)))
+    if state is None:
         return None
-    try:
-        trained = load_file(folders[-1] / "adapter.safetensors")
-        state = torch.load(folders[-1] / "state.pt", weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged file raises anything from EOFError to SafetensorError
-        raise UserError(f"{folders[-1]}: damaged checkpoint ({_first(error)}); delete this folder "
-                        "to resume from the one before") from None
     parameters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     if {name: p.shape for name, p in parameters.items()} != {
             name: t.shape for name, t in trained.items()}:
-        raise UserError(f"{folders[-1]}: the checkpoint belongs to another adapter")
+        raise UserError(f"{folder}: the checkpoint belongs to another adapter")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(trained[name])
@@ -418,12 +641,30 @@ def load_checkpoint(out, model):
     np.random.set_state((rng["numpy"][0], np.array(rng["numpy"][1], dtype=np.uint32),
                          *rng["numpy"][2:]))
     if torch.cuda.is_available() and "cuda" in rng:
-        torch.cuda.set_rng_state_all(rng["cuda"])
+        torch.cuda.set_rng_state_all(rng["cuda"][:torch.cuda.device_count()])
     return state
 
 
+def _read_checkpoint(out):
+    folders = sorted((out / "checkpoints").glob("step_*"))
+    if not folders:
+        return None, None, None
+    try:
+        trained = load_file(folders[-1] / "adapter.safetensors")
+        state = torch.load(folders[-1] / "state.pt", weights_only=True, map_location="cpu")
+    except Exception as error:  # a damaged file raises anything from EOFError to SafetensorError
+        raise UserError(f"{folders[-1]}: damaged checkpoint ({_first(error)}); delete this folder "
+                        "to resume from the one before") from None
+    return folders[-1], trained, state
+
+
 def open_metrics(out, step):
-    """`metrics.jsonl` opened for appending, cut back to the rows before `step` (after a resume)."""
+    """`metrics.jsonl` opened for appending, cut back to the rows before `step` (after a resume).
+
+    The first process writes; the lines of the others go nowhere.
+    """
+    if rank() > 0:
+        return open(os.devnull, "w")
     path = Path(out) / "metrics.jsonl"
     kept = []
     if path.exists():
