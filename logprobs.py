@@ -11,27 +11,56 @@ does not depend on what the loss later does with log p_t. It is made chunk by ch
 while the logits are still at hand; backward only scales rows of g. Two matrix products, no T x V
 tensor, and per-token weights may be decided *after* the forward (importance ratios are).
 
-    memory for T response tokens       logits and their gradient    here
-    T = 4,096, V = 50,304, d = 2,048   1.6 GB (float32)             T d (34 MB) + one chunk (32 MB)
+    memory for T response tokens        logits and their gradient   here
+    T = 4,096, V = 50,304, d = 2,048    1.6 GB (float32)            T d (34 MB) + one chunk (32 MB)
+    T = 16,384, V = 128,256, d = 4,096  16.8 GB                     134 MB + a chunk (1 GB on CUDA)
 
-Only response positions reach the head. Under no_grad one matrix product runs instead of two.
+Only response positions reach the head. Under no_grad one matrix product runs instead of two. A head
+that is trained itself costs two more in the backward, still chunk by chunk, and there positions of
+weight zero are left out.
+
+On CUDA a Triton kernel turns a row of float32 logits into its log-prob and, in place, into the
+bf16 row of one-hot minus softmax that the second product reads; and attention is torch's
+`varlen_attn`. Elsewhere plain torch computes the same. `kernel=` (or KERNEL, or the environment
+variable LOGPROBS_KERNEL) forces one: "auto", "torch", "triton", "reference".
 
 Plain tensors in and out; imports nothing from the project. float64 in gives float64 out, anything
 else returns float32 log-probs: bf16 log-probs are off by 0.06-0.35 a token, and they are summed and
-exponentiated later.
+exponentiated later. Under LoRA a bf16 base computes in bf16 throughout, see `packed_forward`.
 
 Not supported, and routed to `reference=True` (the model's own logits, slow but general): heads with
-a bias, soft-capped or scaled logits, an adapted or trained head. Refused: sliding windows shorter
-than a row, soft-capped attention. `check_model` compares both paths on a loaded model.
+a bias, soft-capped or scaled logits, an adapted head. Refused: sliding windows shorter than a row,
+soft-capped attention. `check_model` compares both paths on a loaded model.
+
+    python logprobs.py      # largest error, time and peak memory of each kernel on ragged sizes
 """
+
+import contextlib
+import inspect
+import os
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+try:  # not on Windows, macOS and most CPU installations
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+try:  # torch 2.10 has another signature; CUDA only, whatever the import says
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
 ATTENTION = "packed"          # the name under which the attention below is known to transformers
-CHUNK_ELEMENTS = 8 * 2**20    # logits held at a time: 32 MB in float32
+KERNEL = os.environ.get("LOGPROBS_KERNEL", "auto")
+BLOCK = 4096                  # columns of a row that the Triton kernel holds at a time
+KERNELS = ("auto", "torch", "triton", "reference")
+CHUNK_ELEMENTS = 8 * 2**20    # logits held at a time on the CPU: 32 MB in float32
+CUDA_CHUNK_BYTES = 2**30      # on CUDA at most; products of 2,000 rows run at full speed
+CUDA_CHUNK_SHARE = 0.25       # and no larger part of the free memory
 
 
 # --- hidden states -> log-probs -------------------------------------------------------------------
@@ -39,55 +68,124 @@ CHUNK_ELEMENTS = 8 * 2**20    # logits held at a time: 32 MB in float32
 def token_logprobs_reference(hidden, head, targets):
     """What `token_logprobs` computes, written the obvious way; holds all logits at once."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    logits = hidden.to(dtype) @ head.to(dtype).T
-    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = hidden.to(dtype) @ head.to(dtype).T
+        return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
 
 
-def token_logprobs(hidden, head, targets, reference=False):
+def token_logprobs(hidden, head, targets, reference=False, kernel=None):
     """log p(target) for every position.
 
     hidden (T, d), head (V, d), targets (T,) int64 -> (T,) float32 (float64 for float64), nats.
-    Differentiable in `hidden` only; a head that wants a gradient takes the reference path.
+    Differentiable in `hidden` and, when it wants a gradient, in `head`. kernel: one of KERNELS,
+    None for the module's KERNEL; `reference=True` is "reference". Targets outside [0, V) are the
+    caller's error and, as in `gather`, checked on no path that is fast.
     """
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and head {tuple(head.shape)} do not match")
-    if reference or head.requires_grad:
+    kernel = "reference" if reference else _pick(kernel or KERNEL, hidden)
+    if kernel == "reference":
         return token_logprobs_reference(hidden, head, targets)
-    wants_grad = torch.is_grad_enabled() and hidden.requires_grad
-    return _TokenLogprobs.apply(hidden, head, targets, wants_grad)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.is_grad_enabled() and head.requires_grad:
+            return _TrainedHead.apply(hidden, head, targets, kernel)
+        wants_grad = torch.is_grad_enabled() and hidden.requires_grad
+        return _TokenLogprobs.apply(hidden, head, targets, wants_grad, kernel)
+
+
+def _pick(kernel, hidden):
+    """"auto" made a choice; ValueError for a name that is none, or Triton where it cannot run."""
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel {kernel!r}: one of {', '.join(KERNELS)}")
+    fits = triton is not None and hidden.dtype != torch.float64 and (
+        hidden.is_cuda or _interpreted())
+    if kernel == "triton" and not fits:
+        raise ValueError(f"kernel 'triton': not for {hidden.dtype} on {hidden.device.type}, or "
+                         "Triton is not installed; use 'auto' or 'torch'")
+    if kernel == "auto":
+        return "triton" if fits and hidden.is_cuda else "torch"
+    return kernel
+
+
+def _interpreted():
+    """Whether Triton's interpreter stands in for a GPU, on the CPU and slowly: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """Saves g (T, d) in the dtype of `hidden`; backward is one elementwise product, no matmul."""
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, wants_grad):
-        length, vocabulary = len(hidden), len(head)
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logps = torch.empty(length, dtype=dtype, device=hidden.device)
-        gradient = torch.empty_like(hidden) if wants_grad else None
-        chunk = max(16, CHUNK_ELEMENTS // vocabulary)
-        buffer = torch.empty(min(chunk, length), vocabulary, dtype=dtype, device=hidden.device)
-        for start in range(0, length, chunk):
-            rows = slice(start, min(start + chunk, length))
-            target = targets[rows, None]
-            logits = _logits(hidden[rows], head, buffer[: rows.stop - start])
-            logits -= logits.amax(dim=1, keepdim=True)  # first, so that nothing below overflows
-            picked = logits.gather(1, target)
-            total = logits.exp_().sum(dim=1, keepdim=True)
-            logps[rows] = (picked - total.log()).squeeze(1)
-            if wants_grad:
-                # onehot - softmax in float32, *then* rounded: p near one would cancel in bf16.
-                logits.div_(-total)
-                logits.scatter_add_(1, target, torch.ones_like(picked))
-                gradient[rows] = logits.to(head.dtype) @ head
+    def forward(ctx, hidden, head, targets, wants_grad, kernel):
+        logps, gradient = _chunked(hidden, head, targets, wants_grad, kernel)
         ctx.save_for_backward(gradient)
         return logps
 
     @staticmethod
     def backward(ctx, grad_logps):
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_logps[:, None]).to(gradient.dtype), None, None, None
+        return (gradient * grad_logps[:, None]).to(gradient.dtype), None, None, None, None
+
+
+class _TrainedHead(torch.autograd.Function):
+    """Keeps the inputs; backward makes the logits again, chunk by chunk, for both gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, kernel):
+        ctx.save_for_backward(hidden, head, targets)
+        ctx.kernel = kernel
+        return _chunked(hidden, head, targets, False, kernel)[0]
+
+    @staticmethod
+    def backward(ctx, grad_logps):
+        hidden, head, targets = ctx.saved_tensors
+        used = grad_logps.nonzero().squeeze(1)  # what has no weight is not computed again
+        grad_hidden = torch.zeros_like(hidden)
+        grad_head = torch.zeros(head.shape, dtype=grad_logps.dtype, device=head.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            _, gradient = _chunked(hidden[used], head, targets[used], True, ctx.kernel,
+                                   grad_head, grad_logps[used])
+            grad_hidden[used] = (gradient * grad_logps[used, None]).to(hidden.dtype)
+        return grad_hidden, grad_head.to(head.dtype), None, None
+
+
+def _chunked(hidden, head, targets, wants_grad, kernel, grad_head=None, weights=None):
+    """log-probs (T,) and, if wanted, g (T, d) in the dtype of `hidden`; never T x V.
+
+    grad_head (V, d): gains sum_t weights[t] (onehot_t - softmax_t) h_t, summed in its own dtype.
+    """
+    length, vocabulary = len(hidden), len(head)
+    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    logps = torch.empty(length, dtype=dtype, device=hidden.device)
+    gradient = torch.empty_like(hidden) if wants_grad else None
+    chunk = _chunk_rows(length, vocabulary, hidden.device)
+    # Rows start at multiples of 32 bytes: products of unaligned rows leave the fast kernels.
+    buffer = torch.empty(min(chunk, length), -(-vocabulary // 16) * 16, dtype=dtype,
+                         device=hidden.device)[:, :vocabulary]
+    rows_to_logprobs = _triton_rows if kernel == "triton" else _torch_rows
+    for start in range(0, length, chunk):
+        rows = slice(start, min(start + chunk, length))
+        logits = _logits(hidden[rows], head, buffer[: rows.stop - start])
+        d_logits = rows_to_logprobs(logits, targets[rows], logps[rows], wants_grad, head.dtype)
+        if wants_grad and hidden.dtype == head.dtype:
+            torch.mm(d_logits, head, out=gradient[rows])
+        elif wants_grad:
+            gradient[rows] = d_logits @ head
+        if grad_head is not None:
+            scaled = (hidden[rows] * weights[rows, None]).to(head.dtype)
+            grad_head += d_logits.T @ scaled
+    return logps, gradient
+
+
+def _chunk_rows(length, vocabulary, device):
+    """Rows of logits to hold at a time: on CUDA by free memory, in equal parts."""
+    if device.type != "cuda":
+        return max(16, CHUNK_ELEMENTS // vocabulary)
+    free = torch.cuda.mem_get_info(device)[0] + (
+        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    most = max(128, int(min(CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE * free)) // (4 * vocabulary))
+    parts = max(1, -(-length // most))
+    return max(128, -(-length // parts // 128) * 128)
 
 
 def _logits(hidden, head, out):
@@ -99,28 +197,110 @@ def _logits(hidden, head, out):
     return torch.mm(hidden.to(out.dtype), head.to(out.dtype).T, out=out)
 
 
+def _torch_rows(logits, targets, logps, wants_grad, dtype):
+    """Destroys `logits` (C, V). Fills logps (C,); returns one-hot minus softmax (C, V) in `dtype`.
+
+    The target's entry is rest / total, the share of the *other* tokens: 1 - p would cancel where p
+    is near one. Everything is float32 (float64) until the last rounding.
+    """
+    target = targets[:, None]
+    top = logits.amax(dim=1, keepdim=True)  # subtracted first, so that nothing below overflows
+    picked = logits.gather(1, target) - top
+    rest = logits.scatter_(1, target, -torch.inf).sub_(top).exp_().sum(dim=1, keepdim=True)
+    total = rest + picked.exp()
+    logps.copy_((picked - total.log()).squeeze(1))
+    if wants_grad:
+        logits.mul_(-1 / total).scatter_(1, target, rest / total)
+        return logits.to(dtype)
+
+
+if triton is not None:
+    @triton.jit
+    def _row_kernel(logits_ptr, out_ptr, targets_ptr, logps_ptr, row_stride, out_stride,
+                    V: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
+                    ROUND: tl.constexpr):
+        """One program a row of float32 logits (V,): its log-prob, then its gradient over itself.
+
+        A running maximum and sum in every lane, float32 throughout; columns past V are masked. The
+        output row lies in the memory of the logits row, in a narrower type: a block is written at
+        or before the place where it was read, and the barrier keeps a fast warp from writing over
+        what a slow one has yet to read.
+        """
+        row = tl.program_id(0).to(tl.int64)  # 2^31 logits are 16,744 rows of Llama's vocabulary
+        logits_ptr += row * row_stride
+        out_ptr += row * out_stride
+        target = tl.load(targets_ptr + row)
+        picked = tl.load(logits_ptr + target)
+        lanes = tl.arange(0, BLOCK)
+        top = tl.full((BLOCK,), -3.0e38, tl.float32)
+        rest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + lanes
+            x = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"))
+            above = tl.maximum(top, x)
+            rest = rest * tl.exp(top - above) + tl.where(at == target, 0.0, tl.exp(x - above))
+            top = above
+        highest = tl.max(top, axis=0)
+        rest = tl.sum(rest * tl.exp(top - highest), axis=0)
+        total = rest + tl.exp(picked - highest)
+        tl.store(logps_ptr + row, picked - highest - tl.log(total))
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                at = start + lanes
+                x = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"))
+                d_logit = tl.where(at == target, rest, -tl.exp(x - highest)) / total
+                if ROUND:  # to the nearest bf16: a GPU's cast does, the interpreter's cuts off
+                    bits = d_logit.to(tl.int32, bitcast=True)
+                    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+                    d_logit = bits.to(tl.float32, bitcast=True)
+                tl.debug_barrier()
+                tl.store(out_ptr + at, d_logit.to(out_ptr.dtype.element_ty), mask=at < V)
+
+
+def _triton_rows(logits, targets, logps, wants_grad, dtype):
+    """`_torch_rows` in one kernel. OVERWRITES `logits` (C, V) with the result, in `dtype`."""
+    assert logits.dtype == logps.dtype == torch.float32 and logits.stride(1) == 1, logits.stride()
+    out = logits.view(dtype)[:, :logits.shape[1]]  # the same bytes: a row ends half way in bf16
+    if len(logits):
+        _row_kernel[(len(logits),)](
+            logits, out, targets.contiguous(), logps, logits.stride(0), out.stride(0),
+            V=logits.shape[1], BLOCK=BLOCK, GRADIENT=wants_grad,
+            ROUND=_interpreted() and dtype == torch.bfloat16, num_warps=8)
+    return out if wants_grad else None
+
+
 # --- packed rows through the model ----------------------------------------------------------------
 
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     cu_seqlens=None, **kwargs):
+                     cu_seqlens=None, row_lengths=None, **kwargs):
     """Causal attention inside each packed row; without `cu_seqlens`, transformers' own SDPA.
 
-    query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) row borders.
-    Returns ((1, T, H, D), None). A loop over rows: no T x T mask exists at any time.
+    query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) int32 row borders,
+    row_lengths their differences as a list (made once a forward: on CUDA reading them waits).
+    Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop over them: no T x T
+    mask exists at any time.
     """
     if cu_seqlens is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask,
                                       scaling=scaling, dropout=dropout, **kwargs)
-    lengths = cu_seqlens.diff().tolist()
+    lengths = cu_seqlens.diff().tolist() if row_lengths is None else row_lengths
     window = kwargs.get("sliding_window")
     if window is not None and window < max(lengths):
         raise ValueError(f"a row of {max(lengths)} tokens is longer than the model's sliding "
                          f"window of {window}; lower --max-length")
     if kwargs.get("softcap") is not None:
         raise ValueError("this model soft-caps its attention logits, which is not supported")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # a norm under autocast is float32
+    fused, grouped = _varlen(query, value) if not dropout else (False, False)
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    if groups > 1 and not grouped:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if fused:
+        output = varlen_attn(
+            *(x[0].transpose(0, 1) for x in (query, key, value)), cu_seqlens, cu_seqlens,
+            max(lengths), max(lengths), scale=scaling, window_size=(-1, 0),  # causal
+            **({"enable_gqa": groups > 1} if grouped else {}))
+        return output[None], None
     rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     output = torch.cat([
         torch.nn.functional.scaled_dot_product_attention(
@@ -128,17 +308,57 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     return output.transpose(1, 2), None
 
 
+def _varlen(query, value):
+    """(varlen_attn takes these heads, and fewer key heads than query heads): torch 2.11 to 2.13."""
+    if varlen_attn is None or not _has_flash(query.device) \
+            or query.dtype not in (torch.float16, torch.bfloat16) \
+            or query.shape[-1] > 256 or query.shape[-1] % 8 or value.shape[-1] != query.shape[-1]:
+        return False, False
+    parameters = inspect.signature(varlen_attn).parameters
+    return "window_size" in parameters, "enable_gqa" in parameters
+
+
+def _has_flash(device):
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # generation pads, and needs real masks
 
 
 def packed_forward(model, batch):
-    """A backbone's hidden states (T, d), or a causal LM's logits (T, V), for a packed batch."""
+    """A backbone's hidden states (T, d), or a causal LM's logits (T, V), for a packed batch.
+
+    In the dtype of the base. PEFT keeps adapters in float32 and would upcast what they read: two
+    matrix products in three ran in float32. Over a bf16 (or fp16) base the forward runs under
+    autocast, so the float32 master weights are rounded when used and get float32 gradients.
+    """
+    dtype = model.get_input_embeddings().weight.dtype
     # A 4-D mask is handed through untouched by transformers, so none is built; ours ignores it.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch["input_ids"].device)
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"],
-                   attention_mask=placeholder, use_cache=False, cu_seqlens=batch["cu_seqlens"])
-    return output[0][0]
+    with _low_precision_adapters(model, dtype, placeholder.device.type):
+        output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"],
+                       attention_mask=placeholder, use_cache=False, cu_seqlens=batch["cu_seqlens"],
+                       row_lengths=batch["cu_seqlens"].diff().tolist())
+    return output[0][0].to(dtype)
+
+
+@contextlib.contextmanager
+def _low_precision_adapters(model, dtype, device):
+    """Autocast over the LoRA layers of a low-precision base; nothing for any other model."""
+    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
+    if not layers or dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    before = [getattr(layer, "cast_input_dtype_enabled", True) for layer in layers]
+    try:
+        for layer in layers:  # PEFT's switch: autocast rounds the input, PEFT would widen it first
+            layer.cast_input_dtype_enabled = False
+        with torch.autocast(device, dtype=dtype):
+            yield
+    finally:
+        for layer, enabled in zip(layers, before, strict=True):
+            layer.cast_input_dtype_enabled = enabled
 
 
 def _plain_head(causal_lm):
@@ -151,13 +371,14 @@ def _plain_head(causal_lm):
     return None if any(getattr(config, name, None) is not None for name in special) else head.weight
 
 
-def sequence_logprobs(model, batch, reference=False):
+def sequence_logprobs(model, batch, reference=False, kernel=None):
     """log pi(y | x) of every packed row.
 
     model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
     `attn_implementation=ATTENTION`. batch: input_ids (1, T), position_ids (1, T), cu_seqlens
     (B + 1,), targets (T,), response_mask (T,). Returns (logps (B,) sums over response tokens in
-    nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean.
+    nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
+    the model's own logits. kernel: see `token_logprobs`.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if causal_lm.config._attn_implementation != ATTENTION:
@@ -172,7 +393,7 @@ def sequence_logprobs(model, batch, reference=False):
         logps = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
     else:
         hidden = packed_forward(causal_lm.base_model, batch)
-        logps = token_logprobs(hidden[where], head, targets)
+        logps = token_logprobs(hidden[where], head, targets, kernel=kernel)
     row = torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]), right=True)
     num_rows = len(batch["cu_seqlens"]) - 1
     sums = torch.zeros(num_rows, dtype=logps.dtype, device=logps.device).index_add(0, row, logps)
@@ -204,3 +425,48 @@ def check_model(model, tolerance):
     if not error <= tolerance:
         raise ValueError(f"{type(model).__name__}: packed log-probs differ from the model's own by "
                          f"{error:.1e} (allowed {tolerance:.0e}); this architecture does not fit")
+
+
+def main():
+    """Error, time and peak memory of every kernel that runs here, on ragged sizes."""
+    import time
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes = [(16384, 4096, 128256), (1000, 2048, 50303)] if device.type == "cuda" else [
+        (257, 64, 5003), (64, 256, 50303)]
+    for length, width, vocabulary in sizes:
+        torch.manual_seed(0)
+        hidden = torch.randn(length, width, device=device).to(dtype).requires_grad_()
+        head = (torch.randn(vocabulary, width, device=device) / width**0.5).to(dtype)
+        targets = torch.randint(0, vocabulary, (length,), device=device)
+        part = slice(0, 256)  # float64 logits of every row would not fit
+        exact = hidden[part].detach().double().requires_grad_()
+        expected = token_logprobs_reference(exact, head.double(), targets[part])
+        expected.sum().backward()
+        for kernel in ("triton", "torch", "reference"):
+            try:
+                _pick(kernel, hidden)
+            except ValueError as error:
+                print(f"T {length}, d {width}, V {vocabulary}: {error}")
+                continue
+            for _ in range(2):  # the first call compiles
+                hidden.grad = None
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                started = time.perf_counter()
+                logps = token_logprobs(hidden, head, targets, kernel=kernel)
+                logps.sum().backward()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            error = (logps[part].double() - expected).abs().max().item()
+            slope = (hidden.grad[part] - exact.grad).norm() / exact.grad.norm()
+            peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+            print(f"T {length}, d {width}, V {vocabulary}, {kernel}: log-prob error {error:.1e}, "
+                  f"gradient error {slope:.1e}, {1000 * seconds:.1f} ms"
+                  + (f", peak {peak:.2f} GiB" if peak else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -147,8 +147,8 @@ def test_nothing_of_vocabulary_size_is_kept():
 
 
 def test_eq_trained_head_gets_its_gradient():
-    """A head that wants a gradient takes the reference path: d log p / d W by finite differences
-    of the definition."""
+    """A head that wants a gradient gets one: d log p / d W by finite differences of the
+    definition."""
     hidden, head, targets = problem(7, 19)
     head.requires_grad_()
     hidden.requires_grad_()
@@ -165,6 +165,72 @@ def test_eq_trained_head_gets_its_gradient():
         slope = (total(head + step) - total(head - step)) / 2e-5
         assert slope.item() == pytest.approx(head.grad[v, k].item(), abs=1e-7)
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("frozen_hidden", [False, True])
+def test_eq_trained_head_in_chunks(monkeypatch, frozen_hidden):
+    """Both gradients with weights, zeros among them, against autograd through log_softmax."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 16 * 101)
+    hidden, head, targets = problem(53, 101)
+    weights = torch.randn(53, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    weights[::3] = 0.0
+    logps = torch.log_softmax(hidden.requires_grad_() @ head.requires_grad_().T, 1)
+    logps = logps[torch.arange(53), targets]
+    expected = torch.autograd.grad(logps, (hidden, head), weights)
+    found = token_logprobs(hidden.detach() if frozen_hidden else hidden, head, targets)
+    torch.testing.assert_close(found, logps, rtol=1e-12, atol=1e-12)
+    found.backward(weights)
+    torch.testing.assert_close(head.grad, expected[1], rtol=1e-12, atol=1e-12)
+    if not frozen_hidden:
+        torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_trained_head_keeps_nothing_of_vocabulary_by_length_and_skips_weight_zero():
+    """Two products forward and again; three with a gradient, of the positions with weight only."""
+    hidden, head, targets = problem(40, 503, dtype=torch.float32)
+    one, kept = 2 * 40 * 24 * 503, []
+    weights = torch.ones(40)
+    weights[10:] = 0.0
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t,
+                                                  lambda t: t):
+        logps = token_logprobs(hidden.requires_grad_(), head.requires_grad_(), targets)
+    assert kept == [(40, 24), (503, 24), (40,)]
+    with FlopCounterMode(display=False) as counter:
+        logps.backward(weights)
+    assert counter.get_total_flops() == 3 * one // 4
+
+
+def test_the_switch_forces_a_path(monkeypatch):
+    """Argument, module constant; a name that is none, and Triton without a GPU, are errors."""
+    hidden, head, targets = problem(5, 31, dtype=torch.float32)
+    called = []
+    whole = logprobs.token_logprobs_reference
+    monkeypatch.setattr(logprobs, "token_logprobs_reference",
+                        lambda *args: called.append(1) or whole(*args))
+    for options in ({"kernel": "reference"}, {"reference": True}):
+        token_logprobs(hidden, head, targets, **options)
+    assert len(called) == 2
+    token_logprobs(hidden, head, targets, kernel="torch")
+    monkeypatch.setattr(logprobs, "KERNEL", "reference")
+    token_logprobs(hidden, head, targets)
+    assert len(called) == 3
+    with pytest.raises(ValueError, match="one of auto, torch, triton, reference"):
+        token_logprobs(hidden, head, targets, kernel="cuda")
+    with pytest.raises(ValueError, match=r"not for torch.float32 on cpu"):
+        token_logprobs(hidden, head, targets, kernel="triton")
+
+
+def test_a_surrounding_autocast_does_not_round_the_logits():
+    hidden, head, targets = problem(40, 503, dtype=torch.float32)
+    for kernel in ("torch", "reference"):
+        found = []
+        for enabled in (False, True):
+            wanted = hidden.clone().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                logps = token_logprobs(wanted, head, targets, kernel=kernel)
+            logps.sum().backward()
+            found.append((logps.detach(), wanted.grad))
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def test_weights_may_be_decided_after_the_forward():
@@ -433,6 +499,177 @@ def test_generation_works_beside_packed_training():
                                 **options)
         assert together[i, 4:].tolist() == single[0, len(prompt):].tolist()
 
+
+# --- packed attention: which implementation runs --------------------------------------------------
+
+def fake_varlen(grouped, calls):
+    """varlen_attn's place, in torch 2.13's signature (grouped heads) or 2.11's: checks what it
+    gets and computes it row by row."""
+    def attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, gqa):
+        calls.append((query.shape, key.shape))
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.equal(cu_seq_k)
+        lengths = cu_seq_q.diff().tolist()
+        assert max_q == max_k == max(lengths) and isinstance(max_q, int)
+        assert window_size == (-1, 0)  # what torch calls causal
+        assert len(query) == len(key) == len(value) == sum(lengths)  # (T, H, D)
+        assert all(x.stride(-1) == 1 for x in (query, key, value))
+        groups = query.shape[1] // key.shape[1]
+        assert gqa == (groups > 1) or not grouped
+        assert groups == 1 or gqa, "fewer key heads need enable_gqa"
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        rows = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)),
+                   strict=True)
+        return torch.cat([torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale) for q, k, v in rows], 1).transpose(0, 1)
+
+    if grouped:
+        def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
+                        scale=None, window_size=(-1, -1), enable_gqa=False, seqused_k=None,
+                        block_table=None, num_splits=None):
+            return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size,
+                          enable_gqa)
+    else:
+        def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
+                        scale=None, window_size=(-1, -1)):
+            return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size,
+                          False)
+    return varlen_attn
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_varlen_attention_gets_what_it_needs(monkeypatch, grouped, name):
+    """Both signatures, with and without grouped heads: the loop's values and gradients."""
+    packed, _ = load(name, lora=True)
+    rows, found, calls = ragged_rows(), [], []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setattr(logprobs, "varlen_attn", fake_varlen(grouped, calls))
+            monkeypatch.setattr(logprobs, "_varlen", lambda query, value: (True, grouped))
+        logps, lengths = sequence_logprobs(packed, pack(rows))
+        trained = [p for p in packed.parameters() if p.requires_grad]
+        found.append((logps.detach(), *torch.autograd.grad((-logps / lengths).mean(), trained)))
+    assert len(calls) == 2  # once a layer
+    key_heads = 4 if name == "neox" or not grouped else 2
+    assert calls[0] == ((76, 4, 8), (76, key_heads, 8))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "dtype", "fits"), [
+    (64, 64, torch.bfloat16, True), (256, 256, torch.float16, True),
+    (264, 264, torch.bfloat16, False), (20, 20, torch.bfloat16, False),
+    (64, 32, torch.bfloat16, False), (64, 64, torch.float32, False),
+    (64, 64, torch.float64, False)])
+def test_varlen_attention_only_where_it_fits(monkeypatch, head_dim, value_dim, dtype, fits):
+    monkeypatch.setattr(logprobs, "varlen_attn", fake_varlen(True, []))
+    query, value = (torch.zeros(1, 2, 3, size, dtype=dtype) for size in (head_dim, value_dim))
+    assert logprobs._varlen(query, value) == (False, False)  # a CPU
+    monkeypatch.setattr(logprobs, "_has_flash", lambda device: True)
+    assert logprobs._varlen(query, value) == (fits, fits)
+    monkeypatch.setattr(logprobs, "varlen_attn", fake_varlen(False, []))
+    assert logprobs._varlen(query, value) == (fits, False)
+    monkeypatch.setattr(logprobs, "varlen_attn", lambda query, is_causal: None)  # torch 2.10's
+    assert logprobs._varlen(query, value) == (False, False)
+    monkeypatch.setattr(logprobs, "varlen_attn", None)
+    assert logprobs._varlen(query, value) == (False, False)
+
+
+def test_no_tensor_of_length_by_length_is_made():
+    """Of 96 tokens in 12 rows, with gradients: nothing of 96 x 96 entries, whatever its shape."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2:
+                    squares.append(tuple(tensor.shape[-2:]) == (96, 96))
+            return output
+
+    packed, _ = load("llama", torch.float32, lora=True)
+    squares = []
+    with Largest():
+        logps, _ = sequence_logprobs(packed, pack(ragged_rows(borders=((8, 4),) * 12)))
+        logps.sum().backward()
+    assert len(squares) > 100 and not any(squares)
+
+
+# --- bf16 under LoRA ------------------------------------------------------------------------------
+
+def products(call):
+    """(the dtypes of all matrix products' inputs, result) of a call."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Dtypes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm,
+                                           torch.ops.aten.bmm):
+                seen.extend(x.dtype for x in args if isinstance(x, torch.Tensor) and x.ndim > 1)
+            return function(*args, **(kwargs or {}))
+
+    seen = []
+    with Dtypes():
+        result = call()
+    return seen, result
+
+
+def mixed(name, checkpointing=False):
+    """A bf16 base with float32 adapters, as `utils.add_lora` makes them, and its float64 twin."""
+    packed, exact = (load(name, dtype, lora=True, initializer_range=0.05)[0]
+                     for dtype in (torch.bfloat16, torch.float64))
+    for (key, parameter), twin in zip(packed.named_parameters(), exact.parameters(), strict=True):
+        if "lora_" in key:
+            parameter.data = 0.25 * twin.data.float()
+        twin.data = parameter.data.double()
+    if checkpointing:
+        packed.gradient_checkpointing_enable({"use_reentrant": False})
+        packed.train()
+    return packed, exact
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, checkpointing):
+    """Every product of the layers, forward and backward; float32 logits; gradients near those of
+    float64, and float32, as Adam's masters need. Without autocast the adapters' were float32."""
+    packed, exact = mixed(name, checkpointing)
+    rows = ragged_rows()
+    trained = [p for p in packed.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+
+    def step():
+        logps, lengths = sequence_logprobs(packed, pack(rows))
+        assert logps.dtype == torch.float32
+        return logps.detach(), torch.autograd.grad((-logps / lengths).mean(), trained)
+
+    seen, (logps, gradients) = products(step)
+    layers = {"llama": 14, "neox": 8}[name]
+    assert seen.count(torch.bfloat16) >= 2 * 3 * layers
+    # The head's first product is float32 here (a GPU's reads bf16 and writes float32), rotary
+    # angles are: 2 tensors each, and nothing else.
+    assert seen.count(torch.float32) <= 2 * 2 * (2 if checkpointing else 1), seen
+    assert not any(getattr(m, "cast_input_dtype_enabled", True) is False for m in packed.modules())
+    expected, lengths = sequence_logprobs(exact, pack(rows))
+    assert ((logps - expected) / lengths).abs().max() < 0.02
+    exact_trained = [p for p in exact.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad((-expected / lengths).mean(), exact_trained)
+    flat, wanted = (torch.cat([g.flatten().double() for g in gs]) for gs in (gradients, wanted))
+    assert {g.dtype for g in gradients} == {torch.float32}
+    assert (flat - wanted).norm() < 0.03 * wanted.norm()
+
+
+def test_autocast_is_for_low_precision_adapters_only():
+    """A float32 base stays float32; so does a bf16 base without adapters."""
+    for dtype, lora in ((torch.float32, True), (torch.bfloat16, False)):
+        packed, _ = load("neox", dtype, lora=lora)
+        states = []
+        packed.get_input_embeddings().register_forward_hook(
+            lambda *_, states=states: states.append(torch.is_autocast_enabled("cpu")))
+        sequence_logprobs(packed, pack(ragged_rows()))
+        assert states == [False]
+
+
+# --- memory ---------------------------------------------------------------------------------------
 
 MEMORY = """
 import json, re, torch
