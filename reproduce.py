@@ -51,7 +51,7 @@ SCALES = {
     "toy": {"data": "", "train": "", "online": "--k-gen 25 --max-new-tokens 16", "select": ""},
     "small": {"data": "--model HuggingFaceTB/SmolLM2-135M --lower tatsu-lab/alpaca --lower-limit "
                       "2000 --upper openorca --upper-limit 1000 --max-length 512",
-              "train": "--lr 1e-3", "online": "--k-gen 25 --max-new-tokens 48",
+              "train": "--lr 1e-3 --correction 0", "online": "--k-gen 25 --max-new-tokens 48",
               "select": "--lora-rank 16 --lora-alpha 16"},
     "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower alpaca-cleaned "
                       "--lower-limit 56000 --upper openorca",
