@@ -29,7 +29,7 @@ COLUMNS = (*SEQUENCE, "upper_exact", "upper_accuracy", "weight/auroc", "final/au
            "length/auroc")
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
 SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "dry_run", "cache_dir", "merge",
-                   "skip_scores", "device")
+                   "skip_scores", "device", "fsdp", "micro_tokens")
 # Arguments that say which rows a held-out set or the lower level holds.
 TOY = ("toy_noise", "toy_contrary", "toy_upper")
 DATA_ARGUMENTS = {

@@ -2,6 +2,7 @@
 
     python train_offline.py --lower noisy.jsonl --upper trusted.jsonl --model NAME --out runs/first
     python train_offline.py                                          # the embedded toy
+    torchrun --nproc-per-node 8 train_offline.py --lower ...         # eight GPUs, the same run
 
 The penalty form of the bilevel problem (Eqs. BDS and offline_PBGD; PBGD-1 and PBGD-2):
 

@@ -2,6 +2,7 @@
 
     python train_online.py --lower noisy.jsonl --upper trusted.jsonl --model NAME --out runs/online
     python train_online.py                                           # the embedded toy
+    torchrun --nproc-per-node 8 train_online.py --lower ...          # eight GPUs, the same run
 
 Algorithm 1 of the paper. Offline selection throws a question away with its bad answer; here a
 masked question keeps its place, the current model answers it again every K_gen steps, and the G

@@ -67,7 +67,6 @@ def run(main):
     except (Exception, ProcessLost) as error:
         if world_size() == 1:
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while the line is printed
         sys.stderr = sys.__stderr__  # a traceback is shown, whichever process it comes from
         # gloo's errors are plain RuntimeErrors.
         if not isinstance(error, (ProcessLost, dist.DistError)) and not (
@@ -83,6 +82,8 @@ def run(main):
 
 def _fail(message):
     """The line on stderr; always 2, the exit code."""
+    if world_size() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, from here to the end
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # the message gets a line of its own
     if _first_to_fail():
@@ -162,9 +163,13 @@ def join_processes(name):
     process are silent from here on, errors excepted (see `run`).
     """
     global _store
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return pick_device(name)
-    if not world_size() > 1:
+    for needed in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if needed not in os.environ:
+            raise UserError(f"WORLD_SIZE is set and {needed} is not: start several processes with "
+                            "torchrun, or unset WORLD_SIZE")
+    if not dist.is_initialized():
         if int(os.environ["RANK"]) > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for good
         signal.signal(signal.SIGTERM, _stop)
@@ -190,8 +195,8 @@ def _stop(*_):
 
 def _first_to_fail():
     """Whether no other process of this run has printed an error before."""
-    if _store is None:
-        return os.environ.get("RANK", "0") == "0"
+    if _store is None:  # not joined yet: all processes of a run find the same
+        return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
     try:
         return _store.add("errors", 1) == 1
     except Exception:  # the store went down with torchrun: better twice than never
@@ -551,6 +556,16 @@ def open_run(out, config, resume, free_to_change=()):
     Another number of processes is accepted, and their threads: the result is then equal to
     rounding only.
     """
+    configs = [config] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(configs, config)
+    for number, theirs in enumerate(configs):  # another machine may hold another file
+        for section, values in theirs.items():
+            for key, value in values.items():
+                if value != configs[0][section].get(key) and key not in ("out", "cache_dir"):
+                    raise UserError(f"process {number} has the {section} {key} {value!r} and "
+                                    f"process 0 has {configs[0][section].get(key)!r}; all need the "
+                                    "same")
     on_first(lambda: _open_run(Path(out), config, resume, free_to_change))
     return Path(out)
 

@@ -6,7 +6,6 @@ pair of processes does several runs.
 """
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -27,7 +26,7 @@ TOLERANCE = 1e-9  # the issue asks for 1e-5
 # `kill` is "rank step": that process gets SIGKILL once it has logged that step of the last run.
 WORKER = """
 import importlib, json, os, pathlib, signal, sys
-import utils
+import common, utils
 
 runs, facts, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
 log, shard = utils.log_metrics, utils.shard
@@ -49,6 +48,8 @@ utils.log_metrics, utils.shard = log_or_die, shard_and_tell
 
 def main():
     global last
+    if "OTHER_ROWS" in os.environ and os.environ["RANK"] == "1":
+        common.rows_hash = lambda rows: "other"
     jobs = json.loads(pathlib.Path(runs).read_text())
     for number, (script, arguments) in enumerate(jobs, 1):
         last = number == len(jobs)
@@ -58,21 +59,31 @@ utils.run(main)
 """
 
 
-def start(folder, runs, kill=(), processes=2):
-    """torchrun on [(script, out, flags), ...] below `folder` -> exit code, stdout and stderr."""
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(folder, runs, kill=(), processes=2, **more):
+    """torchrun on [(script, out, flags), ...] below `folder` -> exit code, stdout and stderr.
+
+    more: environment variables.
+    """
     jobs = [[script, flags(**options, out=folder / out)] for script, out, options in runs]
     (folder / "runs.json").write_text(json.dumps(jobs))
     (folder / "worker.py").write_text(WORKER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command, environment = python(
-        "-m", "torch.distributed.run", "--nproc-per-node", processes, "--master-port", port,
+        "-m", "torch.distributed.run", "--nproc-per-node", processes, "--master-port", free_port(),
         folder / "worker.py", folder / "runs.json", folder / "facts", *kill)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=280)
-    return SimpleNamespace(code=done.returncode, out=done.stdout, folder=folder,
-                           err=done.stderr.replace("\r", "\n"))
+    with subprocess.Popen(command, cwd=ROOT, env=environment | more, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            out, err = process.communicate(timeout=280)
+        finally:
+            process.terminate()  # of one that hangs: torchrun ends its processes
+    return SimpleNamespace(code=process.returncode, out=out, folder=folder,
+                           err=err.replace("\r", "\n"))
 
 
 @pytest.fixture
@@ -242,6 +253,28 @@ def test_more_runs_of_two_processes_equal_one(torchrun, options, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_machines_equal_one_process(options, tmp_path):
+    """Two starts of torchrun that meet at an address, each with a cache of its own: the first
+    writes the run and speaks, the second is silent."""
+    given, port, machines = options | ONLINE, free_port(), []
+    for number in (0, 1):
+        command, environment = python(
+            "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank",
+            number, "--master-addr", "127.0.0.1", "--master-port", port, "train_online.py",
+            *flags(**given | {"cache_dir": tmp_path / f"cache{number}"}, out=tmp_path / "two"))
+        machines.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True,
+                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    try:
+        texts = [machine.communicate(timeout=200) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()
+    assert [machine.returncode for machine in machines] == [0, 0], texts[0][1][-3000:]
+    assert texts[0][0].count("RESULT ") == 1 and texts[1][0] == ""
+    assert_same_run(tmp_path / "two", alone("train_online", given, tmp_path / "one"))
+
+
+@pytest.mark.slow
 def test_two_processes_equal_one_in_float32(torchrun, options, tmp_path):
     """The issue's own figure, 1e-5, in the dtype of the CPU, one start from a fresh adapter."""
     given = options | {"dtype": "float32", "adapter": None, "lora_rank": 4, "lr": 1e-3}
@@ -266,6 +299,18 @@ def test_killed_first_process_and_changing_numbers(torchrun, options, tmp_path, 
     assert "begun with 2 processes, continued with 3" in done.out
     given.pop("fsdp")
     assert_same_run(tmp_path / "run", alone("train_online", given, tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_two_killed_and_two_again_go_on_bit_for_bit(torchrun, options, tmp_path):
+    """With the number unchanged nothing differs at all, in the float32 of the CPU."""
+    given = options | ONLINE | {"dtype": "float32"}
+    torchrun(("train_online", "whole", given), ("train_online", "run", given), kill=(1, 3))
+    assert (tmp_path / "whole" / "result.json").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    done = torchrun(("train_online", "run", given | {"resume": True}))
+    assert done.code == 0 and "begun with" not in done.out, done.err[-3000:]
+    assert_same_run(tmp_path / "run", tmp_path / "whole", tolerance=0)
 
 
 @pytest.mark.slow
@@ -306,16 +351,28 @@ def test_bad_input_is_said_once(torchrun, options, tmp_path, changes):
     assert "utils.py" not in done.err and "train_offline.py" not in done.err
 
 
-def test_fsdp_needs_several_processes(train, files, refused):
+@pytest.mark.slow
+def test_another_file_on_another_machine_is_refused(torchrun, options):
+    """As if the second process read other rows: said before anything is trained or written."""
+    done = torchrun(("train_offline", "run", options), OTHER_ROWS="1")
+    (line,) = own_errors(done.err)
+    assert "process 1 has the data lower 'other' and process 0 has" in line
+    assert done.code != 0 and not (done.folder / "run").exists()
+
+
+def test_a_world_without_torchrun_is_refused(train, files, refused, monkeypatch):
+    """Schedulers set WORLD_SIZE as well."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "start several processes with torchrun" in refused(lambda: train(files()))
+
+
+def test_fsdp_needs_several_processes(train, files, refused, monkeypatch):
     line = refused(lambda: train(files(), fsdp=True))
     assert "--fsdp" in line and "torchrun" in line
-    os.environ["WORLD_SIZE"] = "2"
-    try:
-        for other in ("four_bit", "merge"):
-            assert "--fsdp: not with" in refused(lambda other=other: train(
-                files(), fsdp=True, **{other: True}))
-    finally:
-        del os.environ["WORLD_SIZE"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for other in ("four_bit", "merge"):
+        assert "--fsdp: not with" in refused(lambda other=other: train(
+            files(), fsdp=True, **{other: True}))
 
 
 # --- shares and micro batches, without processes --------------------------------------------------
