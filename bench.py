@@ -17,7 +17,8 @@ What is compared with:
            cut-cross-entropy where installed (the last two on CUDA only). Floor: two products of
            the same sizes, from a float32 (CUDA: bf16) `mm` in the same rounds.
  step      the same rows padded to the longest of a micro batch, one forward a level, full logits,
-           cross_entropy: how the authors' earlier library (BIPOST) does it. Floor of the bilevel
+           cross_entropy, PEFT's LoRA layers as they are: how the authors' earlier library
+           (BIPOST) does it. Floor of the bilevel
            step: 1 + T_lower / (2 (T_upper + T_lower)) of plain SFT with the loss at theta^{k+1}
            (its extra forward is half a LoRA step's products), 1 with the loss at theta^k.
  selector  the fused optimiser alone on vectors of that size, and one exponential of omega more.
@@ -216,6 +217,8 @@ def head_variants(hidden, head, targets, upstream):
     if fused is not None:
         options = torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions()
         variants["torch linear_cross_entropy"] = call(
+            lambda: -fused(hidden, head, targets, reduction="none"))
+        variants["torch linear_cross_entropy, chunked"] = call(
             lambda: -fused(hidden, head, targets, reduction="none", options=options))
     if hidden.is_cuda:
         with contextlib.suppress(ImportError):
@@ -451,6 +454,8 @@ def step_variants(args, model, lower, upper, batches):
         rows, low, up = take(turn)
         weights = selector.weights(torch.tensor(rows))
         model.set_attn_implementation("sdpa")
+        for module in model.modules():  # PEFT's own LoRA; the packed forward puts ours back
+            vars(module).pop("forward", None)
         try:
             return padded_step(settings, padded, theta, optimizer, up, low, weights, 0.5)
         finally:
@@ -868,7 +873,9 @@ def main(argv=None):
         if name == "generate":
             add("--prompts", type=int, default=128)
     args = parser.parse_args(argv)
-    args.words = " ".join(sys.argv[1:] if argv is None else map(str, argv))
+    args.words = " ".join(  # saved for others, to whom this machine's folders say nothing
+        Path(word).name if Path(word).is_absolute() else word
+        for word in (sys.argv[1:] if argv is None else argv))
     for name in ("rounds", "micro_batch", "batch", "prompts", "max_new_tokens",
                  "generation_batch", "lower_tokens", "upper_tokens", "vocabulary"):
         if getattr(args, name, None) is not None and getattr(args, name) < 1:

@@ -5,9 +5,14 @@ at a uniform number u_t of that sequence alone. So an answer depends on its seed
 which other prompts share its batch or on how far a global generator has moved; no top-k, no top-p,
 and nothing of the model's own `generation_config` (its default is top-k 50) leaks in. The loop, the
 cache and the stopping are transformers' `generate`.
+
+What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
+batch, and on CUDA batches are as large as memory allows and the decoding step is compiled over a
+cache of fixed size. Where that fails, the plain loop takes over.
 """
 
 import contextlib
+import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +20,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from utils import content_hash
+
+WIDTH_STEP = 128      # prompts are padded to multiples of it under a static cache
+LARGEST_BATCH = 1024  # answers at a time on CUDA; beyond it decoding gains nothing
+MEMORY_SHARE = 0.6    # of the free CUDA memory, for a batch
 
 
 class _SeededSampler(LogitsProcessor):
@@ -35,11 +44,13 @@ class _SeededSampler(LogitsProcessor):
 
 @torch.no_grad()
 def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, batch_size=64,
-             label=None):
+             label=None, static_cache=None):
     """One answer for each prompt.
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt and model give the same
-    answer. temperature 0 is greedy. end_ids: tokens that end an answer. label: a progress bar's.
+    answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size: answers at a
+    time; None is 64 on the CPU and on CUDA what fits into the free memory. label: a progress
+    bar's. static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None decides.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
@@ -50,12 +61,20 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True,
         eos_token_id=end_ids, pad_token_id=end_ids[0])
+    if static_cache is None:  # compiling takes a minute: for long answers of many prompts
+        static_cache = (model.device.type == "cuda" and max_new_tokens >= 64
+                        and len(prompts) >= 256)
     bar = tqdm(total=len(prompts), desc=label, disable=label is None or None, unit="answer",
                delay=2, leave=False)
+    start = 0
     with _own_generation_config(model, config), folded(model):
-        for start in range(0, len(order), batch_size):
+        while start < len(order):
+            width = len(prompts[order[start]])
+            if static_cache:  # few widths, so that little is compiled
+                width = -(-width // WIDTH_STEP) * WIDTH_STEP
+            if batch_size is None:
+                batch_size = _fitting_batch(model, width + max_new_tokens)
             part = order[start:start + batch_size]
-            width = max(len(prompts[i]) for i in part)
             ids = torch.full((len(part), width), end_ids[0])
             mask = torch.zeros(len(part), width, dtype=torch.long)
             for row, i in enumerate(part):  # padded on the left: answers start side by side
@@ -66,15 +85,46 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
                 uniforms = torch.stack([torch.rand(max_new_tokens, generator=_generator(seeds[i]))
                                         for i in part]).to(model.device)
                 processors.append(_SeededSampler(uniforms, width, temperature))
-            output = model.generate(
-                input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-                generation_config=config, logits_processor=processors)[:, width:].tolist()
+            config.cache_implementation = "static" if static_cache else None
+            try:
+                output = model.generate(
+                    input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+                    generation_config=config, logits_processor=processors)[:, width:].tolist()
+            except torch.cuda.OutOfMemoryError:
+                if len(part) == 1:
+                    raise
+                batch_size = len(part) // 2
+                torch.cuda.empty_cache()
+                continue
+            except Exception as error:  # a compiler raises anything; the plain loop needs none
+                if not static_cache:
+                    raise
+                warnings.warn(f"generation without a static cache: {type(error).__name__}: "
+                              f"{str(error).splitlines()[:1]}", stacklevel=2)
+                static_cache = False
+                continue
             for i, tokens in zip(part, output, strict=True):
                 end = next((t + 1 for t, token in enumerate(tokens) if token in end_ids), None)
                 answers[i] = (tokens[:end], end is not None)
             bar.update(len(part))
+            start += len(part)
     bar.close()
     return answers
+
+
+def _fitting_batch(model, length):
+    """Answers at a time: 64 on the CPU; on CUDA what cache, logits and prefill leave room for."""
+    if model.device.type != "cuda":
+        return 64
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * size * length * model.dtype.itemsize
+    # Prefill: one layer's activations; the sampler: float32 logits, softmax, sum, scores, twice.
+    other = 16 * length * config.hidden_size * model.dtype.itemsize + 32 * config.vocab_size
+    free = torch.cuda.mem_get_info(model.device)[0] + (
+        torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
+    return max(1, min(LARGEST_BATCH, int(MEMORY_SHARE * free) // (cache + other)))
 
 
 def _generator(seed):

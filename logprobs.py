@@ -36,6 +36,7 @@ soft-capped attention. `check_model` compares both paths on a loaded model.
 """
 
 import contextlib
+import functools
 import inspect
 import os
 
@@ -330,34 +331,84 @@ def packed_forward(model, batch):
     """A backbone's hidden states (T, d), or a causal LM's logits (T, V), for a packed batch.
 
     In the dtype of the base. PEFT keeps adapters in float32 and would upcast what they read: two
-    matrix products in three ran in float32. Over a bf16 (or fp16) base the forward runs under
-    autocast, so the float32 master weights are rounded when used and get float32 gradients.
+    matrix products in three ran in float32. Here they compute in the dtype of the base; the float32
+    master weights are rounded when used and get float32 gradients.
     """
     dtype = model.get_input_embeddings().weight.dtype
     # A 4-D mask is handed through untouched by transformers, so none is built; ours ignores it.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch["input_ids"].device)
-    with _low_precision_adapters(model, dtype, placeholder.device.type):
+    with _adapters(model, dtype, placeholder.device.type):
         output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"],
                        attention_mask=placeholder, use_cache=False, cu_seqlens=batch["cu_seqlens"],
                        row_lengths=batch["cu_seqlens"].diff().tolist())
     return output[0][0].to(dtype)
 
 
+class _LoraLinear(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T without a pass over memory for the adapter.
+
+    PEFT's own forward scales, adds and, in the backward, adds again: passes over T x d that cost
+    half of the frozen product on a CPU. Here the adapter's products accumulate into the base's.
+    x (..., in), W (out, in) frozen, A (r, in), B (out, r); computes in the dtype of W, so float32
+    masters of a bf16 base are rounded when used; the gradients of A and B are float32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+        low = flat @ a.to(weight.dtype).T
+        output = torch.nn.functional.linear(flat, weight, bias)
+        output.addmm_(low, b.to(weight.dtype).T, alpha=scale)
+        ctx.save_for_backward(flat, weight, a, b, low)
+        ctx.scale, ctx.input = scale, (x.shape, x.dtype)
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        flat, weight, a, b, low = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
+        grad_low = (grad @ b.to(weight.dtype)).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, a.to(weight.dtype))
+            grad_x = grad_x.view(ctx.input[0]).to(ctx.input[1])
+        grad_a, grad_b = grad_low.T @ flat, (grad.T @ low).mul_(ctx.scale)
+        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype), None
+
+
+def _lora_forward(layer, x, *args, **kwargs):
+    """A PEFT LoRA layer's forward by `_LoraLinear`; PEFT's own where that would not be the same."""
+    names, base = layer.active_adapters, layer.base_layer
+    if args or kwargs or layer.disable_adapters or layer.merged or len(names) != 1 \
+            or names[0] not in layer.lora_A or names[0] in layer.lora_variant \
+            or base.weight.requires_grad or layer.lora_B[names[0]].bias is not None \
+            or getattr(layer.lora_dropout[names[0]], "p", 0.0):
+        return type(layer).forward(layer, x, *args, **kwargs)
+    return _LoraLinear.apply(x, base.weight, base.bias, layer.lora_A[names[0]].weight,
+                             layer.lora_B[names[0]].weight, layer.scaling[names[0]])
+
+
 @contextlib.contextmanager
-def _low_precision_adapters(model, dtype, device):
-    """Autocast over the LoRA layers of a low-precision base; nothing for any other model."""
-    layers = [m for m in model.modules() if hasattr(m, "lora_A")]
-    if not layers or dtype not in (torch.bfloat16, torch.float16):
+def _adapters(model, dtype, device):
+    """LoRA layers of frozen linear ones compute by `_lora_forward`, for good: a checkpointed
+    forward is repeated later. Others (quantised, say), over a bf16 or fp16 base, under autocast."""
+    others = []
+    for layer in (m for m in model.modules() if hasattr(m, "lora_A")):
+        if type(getattr(layer, "base_layer", None)) is not torch.nn.Linear:
+            others.append(layer)
+        elif "forward" not in vars(layer):
+            layer.forward = functools.partial(_lora_forward, layer)
+    if not others or dtype not in (torch.bfloat16, torch.float16):
         yield
         return
-    before = [getattr(layer, "cast_input_dtype_enabled", True) for layer in layers]
+    before = [getattr(layer, "cast_input_dtype_enabled", True) for layer in others]
     try:
-        for layer in layers:  # PEFT's switch: autocast rounds the input, PEFT would widen it first
+        for layer in others:  # PEFT's switch: autocast rounds the input, PEFT would widen it first
             layer.cast_input_dtype_enabled = False
         with torch.autocast(device, dtype=dtype):
             yield
     finally:
-        for layer, enabled in zip(layers, before, strict=True):
+        for layer, enabled in zip(others, before, strict=True):
             layer.cast_input_dtype_enabled = enabled
 
 

@@ -299,3 +299,71 @@ def test_bare_model_without_an_adapter():
     """No PEFT around it: the same loop."""
     model = make_llama(3).eval()
     assert len(ask(model, make_prompts(3))) == 3
+
+
+# --- what a GPU does otherwise --------------------------------------------------------------------
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_static_cache_writes_the_same_answers(model, temperature):
+    """Wider padding and a cache of fixed size, uncompiled here: the same tokens."""
+    prompts = make_prompts(9)
+    found = ask(model, prompts, temperature=temperature, static_cache=True)
+    assert found == ask(model, prompts, temperature=temperature, static_cache=False)
+
+
+def test_a_failing_static_cache_falls_back_to_the_plain_loop(model, monkeypatch):
+    """Once, with one warning; another error is not swallowed."""
+    prompts, causal_lm = make_prompts(9), model.get_base_model()
+    expected, whole, tried = ask(model, prompts), causal_lm.generate, []
+
+    def breaks(*args, generation_config, **options):
+        tried.append(generation_config.cache_implementation)
+        if generation_config.cache_implementation == "static":
+            raise RuntimeError("no compiler\nand more")
+        return whole(*args, generation_config=generation_config, **options)
+
+    monkeypatch.setattr(causal_lm, "generate", breaks)
+    with pytest.warns(UserWarning, match="without a static cache: RuntimeError: .*no compiler"):
+        assert ask(model, prompts, static_cache=True) == expected
+    assert tried == ["static", None, None]
+    monkeypatch.setattr(causal_lm, "generate", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ask(model, prompts)
+
+
+def test_batches_halve_when_memory_is_short(model, monkeypatch):
+    """The same answers; a single prompt that does not fit is an error."""
+    prompts, causal_lm = make_prompts(9), model.get_base_model()
+    expected, whole, sizes = ask(model, prompts), causal_lm.generate, []
+
+    def limited(input_ids, most=2, **options):
+        sizes.append(len(input_ids))
+        if len(input_ids) > most:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return whole(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(causal_lm, "generate", limited)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert ask(model, prompts, batch_size=8) == expected
+    assert sizes == [8, 4, 2, 2, 2, 2, 1]
+    monkeypatch.setattr(causal_lm, "generate", lambda **options: limited(most=0, **options))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        ask(model, prompts)
+
+
+def test_batch_size_from_the_free_memory(model, monkeypatch):
+    """None: 64 on the CPU; on a GPU so many that their caches fit, and never none."""
+    from types import SimpleNamespace
+
+    assert ask(model, make_prompts(9), batch_size=None) == ask(model, make_prompts(9))
+    assert module._fitting_batch(model, 100) == 64
+    config = model.config.get_text_config()
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config, dtype=torch.float32)
+    heads = getattr(config, "num_key_value_heads", 4)
+    cache = 2 * 2 * heads * 8 * 100 * 4
+    for free, expected in ((0, 1), (2**20, None), (2**40, module.LARGEST_BATCH)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**40))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+        found = module._fitting_batch(on_gpu, 100)
+        assert found == expected or (expected is None and 1 < found < free / cache)

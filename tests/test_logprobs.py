@@ -5,6 +5,7 @@ with transformers' own attention (sdpa: eager rounds to float32 on the way). Nei
 packed path.
 """
 
+import contextlib
 import copy
 import json
 import math
@@ -627,13 +628,21 @@ def mixed(name, checkpointing=False):
     return packed, exact
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+class Quantised(torch.nn.Linear):
+    """A base layer of another class, which PEFT's own forward under autocast has to serve."""
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused, checkpointed", "autocast",
+                                  "autocast, checkpointed"])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, checkpointing):
+def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, kind):
     """Every product of the layers, forward and backward; float32 logits; gradients near those of
-    float64, and float32, as Adam's masters need. Without autocast the adapters' were float32."""
+    float64, and float32, as Adam's masters need. As PEFT is, the adapters' were float32."""
+    checkpointing = kind.endswith("checkpointed")
     packed, exact = mixed(name, checkpointing)
     rows = ragged_rows()
+    for layer in (m for m in packed.modules() if hasattr(m, "base_layer")):
+        layer.base_layer.__class__ = Quantised if "autocast" in kind else torch.nn.Linear
     trained = [p for p in packed.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
 
@@ -658,9 +667,60 @@ def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, checkpo
     assert (flat - wanted).norm() < 0.03 * wanted.norm()
 
 
-def test_autocast_is_for_low_precision_adapters_only():
-    """A float32 base stays float32; so does a bf16 base without adapters."""
-    for dtype, lora in ((torch.float32, True), (torch.bfloat16, False)):
+@pytest.mark.parametrize("name", MAKERS)
+def test_eq_lora_layers_are_pefts_own(name):
+    """Value and gradients of the fused layers against PEFT's forward, float64: one adapter, another
+    one active, none; and where fusing would be wrong (dropout, merged) PEFT's own is called."""
+    import peft
+
+    fused, plain = load(name, lora=True)
+    for model in (fused, plain):
+        model.add_adapter("second", peft.LoraConfig(
+            r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model.double()
+        generator = torch.Generator().manual_seed(7)
+        for key, parameter in model.named_parameters():
+            if ".second." in key:
+                parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator,
+                                                   dtype=torch.float64)
+    rows = ragged_rows(borders=((9, 4), (12, 11)))
+    seen = []
+    for adapter in ("default", "second", None):
+        if adapter:
+            fused.set_adapter(adapter)
+            plain.set_adapter(adapter)
+        with (contextlib.nullcontext() if adapter else fused.disable_adapter(),
+              contextlib.nullcontext() if adapter else plain.disable_adapter()):
+            logps, _ = sequence_logprobs(fused, pack(rows))
+            expected = torch.stack([alone(plain, row) for row in rows])
+        torch.testing.assert_close(logps, expected, rtol=1e-11, atol=1e-11)
+        seen.append(logps.detach())
+        if adapter:
+            found, wanted = ([p for p in model.parameters() if p.requires_grad]
+                             for model in (fused, plain))
+            torch.testing.assert_close(torch.autograd.grad(logps.sum(), found),
+                                       torch.autograd.grad(expected.sum(), wanted),
+                                       rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(seen[0], seen[1]) and not torch.allclose(seen[0], seen[2])
+    copied = copy.deepcopy(fused)  # the copy's layers read the copy's weights
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(sequence_logprobs(copied, pack(rows))[0], seen[1])
+    layer = next(m for m in copied.modules() if hasattr(m, "lora_A"))
+    x = torch.randn(2, layer.in_features, dtype=torch.float64)
+    expected = layer(x)
+    layer.merge()
+    torch.testing.assert_close(layer(x), expected)
+    layer.unmerge()
+    layer.lora_dropout["second"] = torch.nn.Dropout(0.9)
+    layer.train()
+    assert not torch.allclose(layer(x), expected)
+
+
+def test_autocast_is_for_what_cannot_be_fused():
+    """A float32 base stays float32; a bf16 one without adapters, or with fused ones, needs none."""
+    for dtype, lora in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
         packed, _ = load("neox", dtype, lora=lora)
         states = []
         packed.get_input_embeddings().register_forward_hook(
