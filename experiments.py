@@ -45,7 +45,10 @@ CORRECTED = f"{OFF} --correction 0.7"
 
 def selectors(args):
     """AUROC, precision and recall of every selector on a lower set with known bad rows."""
-    runs = {"BDS": OFF, "BDS, published rate": f"{OFF} {ADAM}", "BDS corrected": CORRECTED}
+    runs = {"BDS": OFF, "BDS corrected": CORRECTED, "BDS, published rate": f"{OFF} {ADAM}"}
+    if args.only is not None:
+        runs = {name: runs[name] for name in runs
+                if name in ("BDS", "BDS corrected", *args.only.split("; "))}
     found = execute(args, runs, Path("runs") / args.name, also_score=BASELINES)
     if args.list:
         return
@@ -58,7 +61,8 @@ def selectors(args):
         rows[title] = [{key.removeprefix(f"{score}/"): value
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
-                       for file in found[run]]
+                       for file in found.get(run, ())]
+    rows = {title: values for title, values in rows.items() if values}
     if "auroc" not in rows["omega"][0]:
         raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
     for method in BASELINES:

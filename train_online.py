@@ -53,8 +53,8 @@ from selector import Selector, dynamic_mask, static_mask
 from utils import UserError
 
 # Beside the defaults below, which are the published ones of the quality task.
-PRESETS = common.PRESETS | {
-    "llama3-8b-safety": common.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}}
+PRESETS = {name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
+           for name, values in common.PRESETS.items()}
 
 
 def parse_args(argv=None):
@@ -76,7 +76,8 @@ def parse_args(argv=None):
         help="answer the masked rows of the next K_gen steps, or all of them")
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
-    add("--generation-batch", type=int, default=64, help="(64, safety 16)")
+    add("--generation-batch", type=int, help="answers at a time, which changes none of them (64, "
+        "safety 16; default: by free memory on CUDA, 64 on the CPU)")
     add("--export-format", choices=curate.FORMATS, help="also write the curated rows for a trainer")
     common.add_arguments(parser)
     parser.set_defaults(method="online")
@@ -84,7 +85,7 @@ def parse_args(argv=None):
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")
     for name in ("num_answers", "k_gen", "max_new_tokens", "generation_batch"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     if args.first_refresh < 0:
         raise UserError(f"--first-refresh {args.first_refresh}: a step, 0 or more")

@@ -161,7 +161,8 @@ def caller(main, tmp_path, capfd, folders, **defaults):
     def call(files, model="llama", out="run", **options):
         names = {"lower": "lower", "upper": "upper", "heldout": "upper_heldout",
                  "lower_heldout": "lower_heldout"}
-        options = defaults | {names[key]: path for key, path in files.items()} | {
+        options = {"correction": 0} | defaults | {
+            names[key]: path for key, path in files.items()} | {
             "model": folders.get(model, model), "out": tmp_path / out,
             "cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()

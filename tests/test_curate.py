@@ -1,6 +1,7 @@
 """curate.py: which answer to recommend, the curated file and its exports, from the files alone."""
 
 import functools
+import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -373,17 +374,17 @@ def exported(row, layout):
 
 @pytest.mark.parametrize("layout", curate.FORMATS)
 def test_export(online, files, tmp_path, monkeypatch, layout):
-    """Kept rows in rank order with the recommended response; data.py reads them back as they are.
+    """Kept or rewritten rows in rank order with the recommended response; data.py reads them back.
 
-    The rule is bent to recommend every refined answer, so that both kinds are exported."""
-    monkeypatch.setattr(curate, "recommend", lambda margin, threshold, fine: "refined")
+    The rule is bent to recommend every other refined answer: all four kinds of row occur."""
+    choices = itertools.cycle(("refined", "original"))
+    monkeypatch.setattr(curate, "recommend", lambda margin, threshold, fine: next(choices))
     run = online(files(lower=14, upper=6), batch=7, epochs=2, omega_lr=30, keep_fraction=0.8,
                  export_format=layout, ratio_masked=0.5, lr=1e-2, max_new_tokens=12)
     rows = read_rows(run.out / f"curated.{layout}.jsonl")
-    kept = [entry for entry in run.curated if entry["kept"]]
-    assert len(rows) == len(kept) == 11
-    choices = [entry["recommended"] for entry in kept]
-    assert {"refined", "original"} == set(choices)
+    kept = [entry for entry in run.curated if entry["kept"] or entry["recommended"] == "refined"]
+    assert 11 < len(rows) == len(kept) < 14
+    assert len({(entry["kept"], entry["recommended"]) for entry in run.curated}) == 4
     for row, entry in zip(rows, kept, strict=True):
         response = entry["refined" if entry["recommended"] == "refined" else "response"]
         assert exported(row, layout) == (entry["prompt"], response)

@@ -13,9 +13,10 @@ README = (HERE / "README.md").read_text()
 
 
 def commands():
-    """Every `python SCRIPT.py ...` line of the README's code blocks, tables and text."""
+    """Every `python SCRIPT.py ...` line of the README's blocks, tables and text, and torchrun's."""
     text = README.replace("\\\n", " ")
     found = re.findall(r"python ([a-z_]+\.py[^`\n#]*)", text)
+    found += re.findall(r"torchrun [^`\n]*?([a-z_]+\.py[^`\n#]*)", text)
     return sorted({" ".join(command.split()) for command in found})
 
 
@@ -38,7 +39,7 @@ def test_commands_have_only_flags_that_exist(command, capsys, monkeypatch):
         assert flags <= {"--out", "--seed", "--steps"}
         return
     text = help_of(script, capsys, monkeypatch)
-    if script in ("eval.py", "winrate.py"):
+    if script in ("eval.py", "winrate.py", "bench.py"):
         text = help_of(script, capsys, monkeypatch, words[0])
         assert text is not None, f"{script} has no command {words[0]}"
     missing = {flag for flag in flags if not re.search(re.escape(flag) + r"\b", text)}

@@ -577,7 +577,8 @@ def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):
 PUBLISHED = {  # appendix D and section 5, typed in from the paper
     "lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "omega_lr": 1e-4, "optimizer": "adam",
     "omega_optimizer": "adam", "batch": 32, "micro_batch": 8, "epochs": 3, "rho_start": 0.1,
-    "rho_step": 0.1, "omega_loss": "next", "max_prompt": 2048, "gradient_checkpointing": True}
+    "rho_step": 0.1, "omega_loss": "next", "max_prompt": 2048, "gradient_checkpointing": True,
+    "correction": 0.0}
 ALPACA, ORCA, LLAMA = ("alpaca-cleaned", "openorca",
                        "meta-llama/Meta-Llama-3-8B-Instruct")
 SETS = {
