@@ -20,8 +20,8 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 
 reproduce: $(VENV)/.ready
-	$(BIN)/python reproduce.py methods
-	$(BIN)/python reproduce.py controls
+	$(BIN)/python reproduce.py table1
+	$(BIN)/python reproduce.py ranking
 
 # The stamp is touched last: an interrupted install is done again. Without ensurepip (a Debian
 # python without python3-venv) the outer pip fills the environment.
