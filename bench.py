@@ -406,8 +406,9 @@ def step_variants(args, model, lower, upper, batches):
     The rates of theta and omega are zero: every variant and round sees the same model, so the
     losses can be compared; the arithmetic is that of any other rate.
     """
-    settings = SimpleNamespace(micro_batch=args.micro_batch, clip=1.0, upper_loss="sft",
-                               ratio="sequence", num_answers=1, max_log_ratio=MAX_LOG_RATIO)
+    settings = SimpleNamespace(micro_batch=args.micro_batch, micro_tokens=None, clip=1.0,
+                               upper_loss="sft", ratio="sequence", num_answers=1,
+                               max_log_ratio=MAX_LOG_RATIO)
     theta = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(theta, lr=0.0)
     selector = Selector(len(lower), lr=0.0, device=model.device)
@@ -698,7 +699,8 @@ def data_child(args):
     with contextlib.redirect_stdout(None):
         levels = common.load_levels(options, tokenizer, config.max_position_embeddings)
         loaded = time.perf_counter() - started
-        common.print_plan(options, levels, config, math.ceil(len(levels.lower) / options.batch))
+        steps = math.ceil(len(levels.lower) / options.batch)
+    common.print_plan(options, levels, config, steps, steps * options.epochs)
         common.run_config(options, levels, torch.device("cpu"), torch.float32)
         selector = Selector(len(levels.lower), options.omega_lr, options.omega_optimizer)
         order = data.permutation(len(levels.lower), options.seed, 0, stream=0)[:options.batch]
