@@ -700,7 +700,7 @@ def data_child(args):
         levels = common.load_levels(options, tokenizer, config.max_position_embeddings)
         loaded = time.perf_counter() - started
         steps = math.ceil(len(levels.lower) / options.batch)
-    common.print_plan(options, levels, config, steps, steps * options.epochs)
+        common.print_plan(options, levels, config, steps, steps * options.epochs)
         common.run_config(options, levels, torch.device("cpu"), torch.float32)
         selector = Selector(len(levels.lower), options.omega_lr, options.omega_optimizer)
         order = data.permutation(len(levels.lower), options.seed, 0, stream=0)[:options.batch]
