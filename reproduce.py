@@ -328,7 +328,7 @@ def ranking(args):
     results, curves = {}, {}
     for method, files in found.items():
         rows = [compare.ranking_over_epochs(compare.Run(file.parent)) for file in files]
-        results[method] = [{f"epoch {row['epoch']}, {row['group']}": row["top_length"]
+        results[method] = [{f"epoch {row['epoch']}": row["top_length"]
                             for row in seed if row["group"] != "masked"} for seed in rows]
         curves[method] = [[row["top_length"] for row in seed if row["group"] != "masked"]
                           for seed in rows]
