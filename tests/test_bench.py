@@ -140,6 +140,7 @@ def test_selector(run):
             is_spread(found)
 
 
+@pytest.mark.slow
 def test_data(run, tmp_path):
     results = run("data", "--rounds", 1, "--sizes", 300, "--folder", tmp_path)
     entry = results["300"]
