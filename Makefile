@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= true
+# A worker a core, of at most four; a file's tests share their models, so they stay together.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test test-all lint reproduce clean
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.ready
 	$(BIN)/python reproduce.py demo
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: $(VENV)/.ready-all lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

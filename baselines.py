@@ -47,9 +47,10 @@ from tqdm import tqdm
 
 import common
 import data
+import loading
 import toy
 import utils
-from eval import packed_groups, row_losses
+from eval import row_losses, token_groups
 from logprobs import sequence_logprobs
 from utils import UserError
 
@@ -181,7 +182,7 @@ def gumbel(num_rows, seed):
 # --- LESS -----------------------------------------------------------------------------------------
 
 def adam_direction(gradient, m, v):
-    """Gamma = m' / sqrt(v' + 1e-8) after one more Adam step on `gradient`; all (P,).
+    """Gamma = m' / sqrt(v' + 1e-8) after one more Adam step on `gradient`; (..., P), m and v (P,).
 
     As LESS has it: the epsilon inside the root, no bias correction, betas (0.9, 0.999).
     """
@@ -190,15 +191,43 @@ def adam_direction(gradient, m, v):
     return m / (v + 1e-8).sqrt()
 
 
-def row_gradient(model, theta, row):
-    """Gradient of one row's mean response loss over the adapter, (P,)."""
-    logps, lengths = sequence_logprobs(model, data.pack([row], model.device))
-    gradients = torch.autograd.grad((-logps / lengths).sum(), theta)
-    return torch.cat([gradient.flatten() for gradient in gradients])
+def row_gradients(model, theta, rows):
+    """Gradient of every row's mean response loss over the adapter, (n, P), by one backward.
+
+    Rows are packed. With X_i the inputs of a LoRA layer s B A that belong to row i, and G_i the
+    gradients of its outputs: dL_i/dB = s G_i^T (X_i A^T), dL_i/dA = s (G_i B)^T X_i.
+    """
+    inputs, outputs = {}, {}
+
+    def watch(layer, arguments, output):
+        if layer not in outputs:  # not again when a checkpointed forward is repeated
+            inputs[layer], outputs[layer] = arguments[0].detach()[0], output
+
+    hooks = [layer.register_forward_hook(watch) for layer in model.modules()
+             if hasattr(layer, "lora_A")]
+    batch = data.pack(rows, model.device)
+    try:
+        logps, lengths = sequence_logprobs(model, batch)
+        gradients = torch.autograd.grad((-logps / lengths).sum(), list(outputs.values()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    starts = batch["cu_seqlens"].long()
+    place = torch.arange(starts.diff().max(), device=starts.device)
+    inside = place < starts.diff()[:, None]                                  # (n, longest)
+    index = torch.where(inside, starts[:-1, None] + place, 0)
+    found = {}
+    for layer, gradient in zip(outputs, gradients, strict=True):
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        x = inputs[layer][index].to(a.dtype)
+        g = (gradient[0][index] * inside[:, :, None]).to(a.dtype) * layer.scaling["default"]
+        found[a] = (g @ b).transpose(1, 2) @ x
+        found[b] = g.transpose(1, 2) @ (x @ a.T)
+    return torch.cat([found[p].detach().flatten(1) for p in theta], dim=1)
 
 
 SIGNS = 1.0 - 2.0 * (torch.arange(256)[:, None] >> torch.arange(8) & 1)  # a byte -> its eight signs
-ROWS_AT_ONCE = 64  # gradients projected together and then written
+ROWS_AT_ONCE = 256  # gradients projected together and then written
 SIGNS_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # four bytes each: in cache, or few kernel launches
 
 
@@ -293,11 +322,12 @@ def write_features(model, theta, rows, work, name, dim, seed, adam=None):
     at_once = max(1, min(ROWS_AT_ONCE, 2**28 // size))  # a gigabyte of gradients
     bar = tqdm(total=len(rows), initial=done, desc=f"less: {name}", unit="row", mininterval=1)
     for start in range(done, len(rows), at_once):
-        vectors = []
-        for row in data.take(rows, range(start, min(start + at_once, len(rows)))):
-            gradient = row_gradient(model, theta, row)
-            vectors.append(gradient if adam is None else adam_direction(gradient, *adam))
-        vectors = torch.stack(vectors)
+        vectors, block = [], data.take(rows, range(start, min(start + at_once, len(rows))))
+        for part in token_groups(block, range(len(block))):
+            vectors.append(row_gradients(model, theta, part))
+            if adam is not None:
+                vectors[-1] = adam_direction(vectors[-1], *adam)
+        vectors = torch.cat(vectors)
         vectors = vectors if dim == size else project(vectors, dim, seed)
         norms = vectors.norm(dim=1, keepdim=True)
         if not torch.isfinite(norms).all():
@@ -355,7 +385,7 @@ def less_scores(model, theta, lower, upper, groups, args, work):
 
 def rows_fingerprint(rows):
     """Changes with the content of the rows, their order or how they were tokenised."""
-    return utils.content_hash(*rows["hash"], *map(str, data.row_lengths(rows).tolist()))
+    return utils.content_hash(*rows["hash"][:], *map(str, data.row_lengths(rows).tolist()))
 
 
 def model_fingerprint(model):
@@ -369,7 +399,7 @@ def less(args, levels):
     """Open or continue the work folder, then `less_scores`."""
     utils.seed_everything(args.seed)
     device = utils.pick_device(args.device)
-    base = utils.load_model(args.model, device, args.dtype, args.four_bit)
+    base = loading.load_model(args.model, device, args.dtype, args.four_bit)
     work = Path(args.work or f"{args.out}.less")
     settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
                 "lora_alpha", "project", "dtype", "four_bit")
@@ -377,7 +407,7 @@ def less(args, levels):
               "data": {"model": model_fingerprint(base),
                        "lower rows": rows_fingerprint(levels.lower),
                        "upper rows": rows_fingerprint(levels.upper)}}
-    model = utils.add_lora(base, args.lora_rank, args.lora_alpha,
+    model = loading.add_lora(base, args.lora_rank, args.lora_alpha,
                            checkpointing=args.gradient_checkpointing)
     utils.open_run(work, config, resume=True)
     groups = ["all"] * len(levels.upper)
@@ -385,7 +415,7 @@ def less(args, levels):
         if "kind" not in levels.upper.column_names:
             raise UserError("--upper-groups: the upper rows have no column kind; name it with "
                             "--upper-columns kind=...")
-        groups = list(levels.upper["kind"])
+        groups = levels.upper["kind"][:]
     theta = [p for p in model.parameters() if p.requires_grad]
     return less_scores(model, theta, data.tokens_only(levels.lower),
                        data.tokens_only(levels.upper), groups, args, work)
@@ -414,8 +444,8 @@ def ifd(model, rows, start):
     losses, _ = row_losses(model, rows, label="ifd: given the prompt")
     alone = ResponsesAlone(data.tokens_only(rows), start)
     without = []
-    for batch in packed_groups(alone, range(len(rows)), model.device, "ifd: response alone"):
-        logps, lengths = sequence_logprobs(model, batch)
+    for group in token_groups(alone, range(len(rows)), "ifd: response alone"):
+        logps, lengths = sequence_logprobs(model, data.pack(group, model.device))
         without.append((-logps / lengths).cpu())
     return losses / torch.cat(without).clamp_min(1e-6)
 
@@ -510,9 +540,9 @@ def load_levels(args):
         args.model, args.max_length, args.max_prompt = str(toy.MODEL), 2**30, 2**30
     else:
         args.model = args.model or str(toy.MODEL)
-        config = utils.load_config(args.model).get_text_config()
+        config = loading.load_config(args.model).get_text_config()
         context = getattr(config, "max_position_embeddings", None) or context
-    tokenizer = utils.load_tokenizer(args.model)
+    tokenizer = loading.load_tokenizer(args.model)
     return common.load_levels(args, tokenizer, context), tokenizer
 
 
@@ -537,26 +567,13 @@ def score_rows(args, levels, tokenizer):
         return torch.from_numpy(scores), {"log_weight": weights}
     if args.method == "less":
         return less(args, levels), {}
-    model = utils.load_model(args.model, utils.pick_device(args.device), args.dtype, args.four_bit)
+    model = loading.load_model(args.model, utils.pick_device(args.device), args.dtype,
+                               args.four_bit)
     if args.method == "loss":
         return -row_losses(model, lower, label="loss")[0].double(), {}
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     ratios = ifd(model, lower, start).double()
     return ifd_scores(ratios, args.ifd_order), {"ifd": ratios}
-
-
-def write_ranking(path, lower, scores, keep_fraction, extra):
-    """The ranking, best row first: row_id, hash, rank, kept, score, extra columns, bad, kind."""
-    ranks = common.rank_rows(scores)
-    kept = ranks <= round(keep_fraction * len(ranks))
-    columns = {"row_id": list(lower["row_id"]), "hash": list(lower["hash"]), "rank": ranks.tolist(),
-               "kept": kept.tolist(), "score": scores.tolist(),
-               **{name: values.tolist() for name, values in extra.items()},
-               **{name: list(lower[name]) for name in ("bad", "kind")
-                  if name in lower.column_names}}
-    order = ranks.argsort().tolist()
-    utils.write_jsonl(path, ({name: values[i] for name, values in columns.items()} for i in order))
-    return kept
 
 
 def main(argv=None):
@@ -573,7 +590,8 @@ def main(argv=None):
         bad = lower[int((~torch.isfinite(scores)).nonzero()[0])]["row_id"]
         raise UserError(f"the {args.method} score of row_id {bad} is not finite; is the model "
                         "sound in this --dtype?")
-    kept = write_ranking(args.out, lower, scores, args.keep_fraction, extra)
+    _, kept = common.write_ranking(args.out, lower, scores, args.keep_fraction,
+                                   {"score": scores, **extra})
     labels = common.label_metrics(lower, {args.method: scores})
     if labels:
         common.print_label_table(labels, {args.method: scores})

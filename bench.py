@@ -4,7 +4,7 @@
     python bench.py step         a training step: BDS, online, plain SFT, two padded forwards
     python bench.py generate     answers a second, and what folding, sorting and batching buy
     python bench.py selector     omega's step at 10^4 to 10^8 rows, against its optimiser's passes
-    python bench.py data         tokenising, start-up time and memory at 10^5 to 10^7 rows
+    python bench.py data         tokenising, start-up, ranking and memory at 10^5 to 10^7 rows
     python bench.py table2       the paper's runtime table, extrapolated from steps measured here
 
 Machines are shared and clocks change, so the variants of a benchmark take turns: round after round
@@ -27,13 +27,12 @@ What is compared with:
 import argparse
 import contextlib
 import copy
-import datetime
 import gc
 import json
 import math
-import platform
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,12 +50,14 @@ from tqdm import tqdm
 import common
 import data
 import generate
+import loading
 import logprobs
 import toy
 import train_offline
 import train_online
 from bmo_weights import MAX_LOG_RATIO
 from eval import row_losses, table
+from runs import cpu_name, save_results
 from selector import Selector
 from utils import UserError
 
@@ -107,10 +108,7 @@ def measure(variants, rounds, device, label):
 
 def spread(values):
     """{"median", "min", "max"} of a list of numbers."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return {"median": median, "min": ordered[0], "max": ordered[-1]}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratio(a, b):
@@ -160,11 +158,7 @@ def hardware(device):
     """What ran: the GPU, or the CPU with the threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        name = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        if name:
-            return f"{name[1]}, {torch.get_num_threads()} threads"
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def finish(args, device, settings, results, header, rows):
@@ -172,16 +166,9 @@ def finish(args, device, settings, results, header, rows):
     print(f"{args.benchmark} on {hardware(device)}, torch {torch.__version__}, "
           + ", ".join(f"{key} {value}" for key, value in settings.items()))
     print(table(header, rows))
-    with contextlib.suppress(OSError):
-        if args.json:
-            git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True,
-                                 text=True, cwd=Path(__file__).parent)
     if args.json:
-        report = {"benchmark": args.benchmark, "command": "python bench.py " + args.words,
-                  "date": datetime.date.today().isoformat(), "commit": git.stdout.strip() or None,
-                  "hardware": hardware(device), "torch": torch.__version__, "settings": settings,
-                  "results": results}
-        utils.write_atomic(args.json, json.dumps(report, indent=1) + "\n")
+        save_results(Path(args.json), "python bench.py " + args.words, results,
+                     hardware=hardware(device), benchmark=args.benchmark, settings=settings)
 
 
 def milliseconds(values):
@@ -276,7 +263,7 @@ def bench_logprob(args):
     for name, call in list(variants.items()):
         try:
             results[name] = {"peak_bytes": peak_memory(lambda call=call: call(0), device)}
-        except (torch.cuda.OutOfMemoryError, NotImplementedError, RuntimeError) as error:
+        except RuntimeError as error:  # no memory, or a peer without a kernel for this machine
             results[name] = {"failed": str(error).splitlines()[0][:200]}
             del variants[name]
             continue
@@ -337,33 +324,33 @@ def load(args, device, count):
         config = AutoConfig.for_model(kind, **options)
         lower, upper = (random_rows(count, mean, config.vocab_size, seed) for seed, mean in
                         enumerate((args.lower_tokens, args.upper_tokens)))
-        return utils.add_lora(shaped_model(config, device, dtype), checkpointing=args.
+        return loading.add_lora(shaped_model(config, device, dtype), checkpointing=args.
                               gradient_checkpointing), lower, upper
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
         raise UserError("--lower, --upper and --model belong together; or give --model one of "
                         + ", ".join(SHAPES) + ", or none of them for the embedded toy")
     source = args.model or str(toy.MODEL)
-    tokenizer = utils.load_tokenizer(source)
+    tokenizer = loading.load_tokenizer(source)
     with tempfile.TemporaryDirectory() as folder:
         files = (args.lower, args.upper)
         if args.lower is None:
             made = toy.write(folder)
             files = (made["lower"], made["upper"])
-        context = utils.load_config(source).max_position_embeddings
+        context = loading.load_config(source).max_position_embeddings
         lower, upper = ([dict(row) for row in data.tokens_only(data.load_rows(
             str(file), tokenizer, name=name, limit=count, max_length=min(2048, context),
             cache_dir=folder)[0])] for name, file in zip(("lower", "upper"), files, strict=True))
     if args.vocabulary:
-        config = utils.load_config(source)
+        config = loading.load_config(source)
         if args.vocabulary < config.vocab_size:
             raise UserError(f"--vocabulary {args.vocabulary}: the tokenizer writes tokens up to "
                             f"{config.vocab_size}")
         config.vocab_size = args.vocabulary
         base = shaped_model(config, device, dtype)
     else:
-        base = utils.load_model(source, device)
+        base = loading.load_model(source, device)
     lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in (lower, upper))
-    return utils.add_lora(base, checkpointing=args.gradient_checkpointing), lower, upper
+    return loading.add_lora(base, checkpointing=args.gradient_checkpointing), lower, upper
 
 
 def padded_losses(model, rows):
@@ -687,12 +674,12 @@ class Watch(threading.Thread):
 
 
 def data_child(args):
-    """What train_offline.py does with its rows before the model is loaded; one line of JSON."""
+    """What train_offline.py does with its rows before and after training; one line of JSON."""
     lower, upper, cache = args.child
     words = ["--lower", lower, "--upper", upper, "--model", str(toy.MODEL), "--cache-dir", cache,
              "--template", toy.TEMPLATE.replace("Assistant:", "Assistant: {response}")]
     options = train_offline.parse_args(words)
-    tokenizer, config = utils.load_tokenizer(options.model), utils.load_config(options.model)
+    tokenizer, config = loading.load_tokenizer(options.model), loading.load_config(options.model)
     before, watch = memory("RssAnon"), Watch()
     watch.start()
     started = time.perf_counter()
@@ -706,11 +693,15 @@ def data_child(args):
         order = data.permutation(len(levels.lower), options.seed, 0, stream=0)[:options.batch]
         batch = data.pack(data.take(data.tokens_only(levels.lower), order))
         selector.weights(order)
-    seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        common.write_ranking(Path(cache) / "weights.jsonl", levels.lower, selector.logits,
+                             options.keep_fraction, {"weight": selector.weights()})
+    ranking = time.perf_counter() - started - seconds
     watch.stop()
     print(json.dumps({
         "rows": len(levels.lower), "tokens": levels.reports["lower"]["tokens"],
-        "load_seconds": loaded, "start_seconds": seconds, "batch_tokens": len(batch["targets"]),
+        "load_seconds": loaded, "start_seconds": seconds, "ranking_seconds": ranking,
+        "batch_tokens": len(batch["targets"]),
         "anonymous_bytes": watch.anonymous - before if before else None,
         "resident_bytes": watch.resident or None, "before_bytes": before}))
 
@@ -741,7 +732,9 @@ def bench_data(args):
         results[str(count)] = {
             "tokenise_seconds": first["load_seconds"],
             "tokens": first["tokens"], "rows_per_second": count / first["load_seconds"],
-            "start_seconds": starts, "ratio_first_to_start": ratio(
+            "start_seconds": starts,
+            "ranking_seconds": spread([run["ranking_seconds"] for run in warm]),
+            "ratio_first_to_start": ratio(
                 [first["start_seconds"]] * len(warm), [run["start_seconds"] for run in warm]),
             "anonymous_bytes_tokenising": first["anonymous_bytes"],
             "anonymous_bytes": max(run["anonymous_bytes"] or 0 for run in warm),
@@ -750,11 +743,12 @@ def bench_data(args):
         entry = results[str(count)]
         rows.append([str(count), f"{entry['tokenise_seconds']:.1f}",
                      f"{entry['rows_per_second']:.0f}", shown(starts),
+                     shown(entry["ranking_seconds"]),
                      mebibytes(entry["anonymous_bytes_tokenising"]),
                      mebibytes(entry["anonymous_bytes"]), mebibytes(entry["resident_bytes"]),
                      mebibytes(size)])
     finish(args, torch.device("cpu"), {"rounds": args.rounds}, results,
-           ["rows", "tokenise s", "rows/s", "start s", "anon. MiB first", "anon. MiB",
+           ["rows", "tokenise s", "rows/s", "start s", "ranking s", "anon. MiB first", "anon. MiB",
             "resident MiB", "cache MiB"], rows)
 
 

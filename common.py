@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from tqdm import tqdm
 
 import data
+import loading
 import toy
 import utils
 from eval import SPARE_ROW, exact_match, mean_losses, ranking_metrics, row_losses, table
@@ -237,20 +238,17 @@ def _check_overlap(args, levels):
                 print(f"warning: {len(shared)} {train} rows share prompts with {held_out}")
 
 
-def keep_rows(rows, file, fraction=None):
-    """The rows that a weights.jsonl, curated.jsonl or kept.jsonl says to keep, by row_id and hash.
-
-    fraction: None takes the file's own `kept`; else the best ranks, so many of all the file's rows.
-    """
-    entries = utils.read_jsonl(file)
-    for number, entry in enumerate(entries, 1):
+def keep_rows(rows, file):
+    """The rows that a weights.jsonl, curated.jsonl or kept.jsonl keeps, by row_id and hash."""
+    wanted = {}
+    for number, entry in enumerate(utils.each_jsonl(file), 1):
         for key in ("row_id", "hash", "rank", "kept"):
             if key not in entry:
                 raise UserError(f"{file} line {number}: no {key!r}; a ranking has row_id, hash, "
                                 "rank and kept in every line")
-    wanted = {e["row_id"]: e["hash"] for e in entries
-              if (e["kept"] if fraction is None else e["rank"] <= round(fraction * len(entries)))}
-    ids, hashes = list(rows["row_id"]), list(rows["hash"])
+        if entry["kept"]:
+            wanted[entry["row_id"]] = entry["hash"]
+    ids, hashes = rows["row_id"][:], rows["hash"][:]
     positions = [p for p, row_id in enumerate(ids) if row_id in wanted]
     for p in positions:
         if hashes[p] != wanted[ids[p]]:
@@ -460,8 +458,9 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
     print(f"disk: about {disk / 2**20:.0f} MiB in {args.out}")
 
 
+# What a resumed run may change without another result.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
-                  "rank_by", "fsdp")  # what a resumed run may change without another result
+                  "rank_by", "export_format", "fsdp")
 
 
 def run_config(args, levels, device, dtype):
@@ -577,24 +576,27 @@ def answer_labels(lower, positions, written, tokenizer, group):
     return {f"answers_right/{kind}": sum(v) / len(v) for kind, v in sorted(shares.items())}
 
 
-def write_weights(args, out, lower, weights, scores, extra):
-    """`weights.jsonl`, best row first: row_id, hash, rank, kept, weight, then the columns of extra.
+def write_ranking(path, lower, scores, keep_fraction, columns):
+    """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 
-    weights (N,) mean one, scores (N,) higher is better: they decide rank. Returns ranks (N,) and
-    kept (N,) bool.
+    scores (N,) higher is better; columns: {name: (N,) tensor}. Returns ranks (N,), kept (N,) bool.
     """
     ranks = rank_rows(scores)
-    kept = ranks <= round(args.keep_fraction * len(ranks))
-    columns = {"row_id": list(lower["row_id"]), "hash": list(lower["hash"]), "rank": ranks.tolist(),
-               "kept": kept.tolist(), "weight": weights.tolist(),
-               **{name: values.tolist() for name, values in extra.items()}}
-    for name in ("bad", "kind"):
-        if name in lower.column_names:
-            columns[name] = list(lower[name])
+    kept = ranks <= round(keep_fraction * len(ranks))
+    columns = {"rank": ranks, "kept": kept, **columns}
+    known = [name for name in ("bad", "kind") if name in lower.column_names]
+
+    def lines():
+        for block in ranks.argsort().split(100_000):  # 10^7 rows at once would take 5 GB
+            part = lower.select(block.tolist())
+            found = {"row_id": part["row_id"][:], "hash": part["hash"][:],
+                     **{name: values[block].tolist() for name, values in columns.items()},
+                     **{name: part[name][:] for name in known}}
+            yield from (dict(zip(found, row, strict=True))
+                        for row in zip(*found.values(), strict=True))
+
     if utils.rank() == 0:
-        rows = [dict(zip(columns, row, strict=True))
-                for row in zip(*columns.values(), strict=True)]
-        utils.write_jsonl(out / "weights.jsonl", sorted(rows, key=lambda row: row["rank"]))
+        utils.write_jsonl(path, lines())
     return ranks, kept
 
 
@@ -602,8 +604,8 @@ def label_metrics(lower, scores):
     """Ranking metrics against known bad rows, {"weight/auroc": ...}; {} when labels are unknown."""
     if "bad" not in lower.column_names:
         return {}
-    bad = torch.tensor([bool(b) for b in lower["bad"]])
-    kinds = list(lower["kind"]) if "kind" in lower.column_names else ["bad"] * len(lower)
+    bad = torch.tensor(lower["bad"][:], dtype=torch.bool)
+    kinds = lower["kind"][:] if "kind" in lower.column_names else ["bad"] * len(lower)
     return {f"{name}/{key}": value for name, values in scores.items()
             for key, value in ranking_metrics(values, bad, kinds).items()}
 
@@ -652,8 +654,9 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
     scores, extra = {}, {} if masked is None else {"masked": masked}
     result = {"method": args.method, "seed": args.seed, "rows": len(lower),
               "lower_tokens": int(data.row_lengths(lower).sum())}
-    result |= base_metrics(args, model, levels, reference, out)
-    result |= held_out_metrics(args, model, levels, reference)
+    before = base_metrics(args, model, levels, reference, out)
+    last = utils.on_first(lambda: utils.read_jsonl(out / "metrics.jsonl")[-1])
+    result |= before | {key: last[key] for key in (k.removeprefix("base/") for k in before)}
     if args.method in ("bds", "online"):
         scores["weight"] = within_groups(selector.logits.cpu(), masked,
                                          getattr(args, "mask", None) == "dynamic")
@@ -663,7 +666,7 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
         extra |= {"base_loss": base_losses, "final_loss": final_losses, "length": lengths}
         result |= mean_losses(final_losses, lengths, "lower_original")
         if "theta_hat" in model.peft_config:
-            with utils.adapter(model, "theta_hat"):
+            with loading.adapter(model, "theta_hat"):
                 attainable, _ = row_losses(model, lower, label="attainable losses")
             # The implicit weight (Eq. explicit_data_logit) of the corrected penalty.
             scores["corrected"] = args.correction * attainable - final_losses
@@ -674,7 +677,8 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
                             "again in another --out")
     by = args.rank_by if args.rank_by in scores else next(iter(scores), None)
     if by is not None:
-        ranks, kept = write_weights(args, out, lower, weights, scores[by], extra)
+        ranks, kept = write_ranking(out / "weights.jsonl", lower, scores[by], args.keep_fraction,
+                                    {"weight": weights, **extra})
         if base_losses is not None:
             result |= mean_losses(final_losses[kept], lengths[kept], "lower_kept")
     if everything is not None and base_losses is not None:
@@ -691,9 +695,9 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
     result |= labels | (curate(ranks, kept) if curate else {})
     if utils.rank() > 0:
         return
-    utils.save_adapter(model, out / "adapter")
+    loading.save_adapter(model, out / "adapter")
     if args.merge:
-        utils.save_pretrained(model.merge_and_unload(), out / "merged")
+        loading.save_pretrained(model.merge_and_unload(), out / "merged")
     if labels:
         print_label_table(labels, scores)
     print(table(["metric", "value"], [[key, value] for key, value in result.items()

@@ -172,34 +172,32 @@ def curated_set(args, out, model, levels, tokenizer, selector, mask, buffer, end
         logps = (-losses.double() * lengths).view(len(positions), -1)
         current = dict(zip(positions, logps, strict=True))
 
-    rows = []
-    for p in range(len(lower)):
+    def entry(p):
         row = lower[p]
-        entry = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
+        found = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
                  "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
                  "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
                  "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
                  "ratio": None, "logps": None, "old_logps": None}
         if p in current:
             old = buffer[p].old_logps
-            entry |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
+            found |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
                       "old_logps": old.tolist(),
                       "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
-        entry |= refined.get(p, {})
-        for name in ("bad", "kind"):
-            if name in lower.column_names:
-                entry[name] = row[name]
-        rows.append(entry)
-    rows.sort(key=lambda entry: entry["rank"])
+        return found | refined.get(p, {}) | {name: row[name] for name in ("bad", "kind")
+                                             if name in lower.column_names}
+
     if utils.rank() == 0:
-        utils.write_jsonl(Path(out) / "curated.jsonl", rows)
-    if args.export_format and utils.rank() == 0:
-        export(rows, Path(out) / f"curated.{args.export_format}.jsonl", args.export_format)
-    choices = [entry["recommended"] for entry in refined.values()]
+        file = Path(out) / "curated.jsonl"
+        utils.write_jsonl(file, map(entry, ranks.argsort().tolist()))
+        if args.export_format:
+            export(utils.each_jsonl(file), file.with_suffix(f".{args.export_format}.jsonl"),
+                   args.export_format)
+    choices = [answer["recommended"] for answer in refined.values()]
     return {"refined/answers": len(choices),
             **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
             "refined/threshold": threshold, "refined/false_replacement": false_rate,
-            **truth_metrics(args, rows)}
+            **truth_metrics(args, map(entry, bottom))}
 
 
 def truth_metrics(args, rows):
@@ -235,16 +233,17 @@ def truth_metrics(args, rows):
 
 def export(rows, path, layout):
     """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged."""
-    chosen = []
-    for entry in rows:
-        rewritten = entry["recommended"] == "refined"
-        if not entry["kept"] and not rewritten:
-            continue
-        response = entry["refined"] if rewritten else entry["response"]
-        prompt = entry["prompt"]
-        chosen.append({
-            "alpaca": {"instruction": prompt, "input": "", "output": response},
-            "prompt-completion": {"prompt": prompt, "completion": response},
-            "messages": {"messages": [{"role": "user", "content": prompt},
-                                      {"role": "assistant", "content": response}]}}[layout])
-    utils.write_jsonl(path, chosen)
+    def chosen():
+        for entry in rows:
+            rewritten = entry["recommended"] == "refined"
+            if not entry["kept"] and not rewritten:
+                continue
+            response = entry["refined"] if rewritten else entry["response"]
+            prompt = entry["prompt"]
+            yield {
+                "alpaca": {"instruction": prompt, "input": "", "output": response},
+                "prompt-completion": {"prompt": prompt, "completion": response},
+                "messages": {"messages": [{"role": "user", "content": prompt},
+                                          {"role": "assistant", "content": response}]}}[layout]
+
+    utils.write_jsonl(path, chosen())

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 
 import recipes
-from utils import UserError, content_hash, hub_answers, write_atomic
+from utils import UserError, content_hash, first_line, hub_answers, write_atomic
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
 FORMAT = 1  # of the cached rows; raise it when their content changes for the same input
@@ -83,7 +83,7 @@ def _folder_parts(folder, split):
         try:
             saved = datasets.load_from_disk(str(folder))
         except Exception as error:
-            raise UserError(f"{folder}: cannot be read ({_first_line(error)})") from None
+            raise UserError(f"{folder}: cannot be read ({first_line(error)})") from None
         if isinstance(saved, dict):
             if (split or "train") not in saved:
                 raise UserError(f"{folder}: no split \"{split or 'train'}\"; it has "
@@ -114,14 +114,10 @@ def _load_hub(source, split):
         return datasets.load_dataset(name, config or None, split=split)
     except Exception as error:
         if reachable:
-            raise UserError(f"{source}: cannot be loaded ({_first_line(error)})") from None
+            raise UserError(f"{source}: cannot be loaded ({first_line(error)})") from None
         raise UserError(f"{source}: no such file or folder, the hub cannot be reached, and the "
                         "data set is not in the local cache; check the network or pass a file") \
             from None
-
-
-def _first_line(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def read_part(part, source):
@@ -134,7 +130,7 @@ def read_part(part, source):
     try:
         yield from reader(part)
     except OSError as error:
-        raise UserError(f"{part}: {error.strerror or _first_line(error)}") from None
+        raise UserError(f"{part}: {error.strerror or first_line(error)}") from None
 
 
 def _read_json(path):
@@ -187,7 +183,7 @@ def _read_parquet(path):
                 yield f"{path} row {number}", row
                 number += 1
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a valid parquet file ({_first_line(error)})") from None
+        raise UserError(f"{path}: not a valid parquet file ({first_line(error)})") from None
 
 
 # ------------------------------------------------------------------------------ layouts
@@ -602,7 +598,7 @@ def _render(rows, report, tokenizer, protect, columns, extras, template, turns, 
             segments = (plain_segments(shown, template, turns) if template else
                         chat_segments(shown, tokenizer, turns, place))
         except TemplateError as error:  # such as a role that this chat template does not know
-            report.setdefault("template_refusal", _first_line(error))
+            report.setdefault("template_refusal", first_line(error))
             report["dropped"]["template_refused"].append(row_id)
             continue
         record = {"row_id": row_id, "hash": content_hash(prompt, response), "prompt": prompt,
@@ -765,9 +761,9 @@ def load_pairs(source, tokenizer, **options):
     if report["layout"] not in ("prompt/chosen/rejected", "chosen/rejected dialogues"):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
-    position = {row_id: p for p, row_id in enumerate(rejected["row_id"])}
-    other = dict(zip(rejected["row_id"], rejected["hash"], strict=True))
-    ids, hashes = list(chosen["row_id"]), list(chosen["hash"])
+    position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
+    other = dict(zip(rejected["row_id"][:], rejected["hash"][:], strict=True))
+    ids, hashes = chosen["row_id"][:], chosen["hash"][:]
     equal = [i for i, text in zip(ids, hashes, strict=True) if other.get(i) == text]
     unpaired = [i for i in ids if i not in position]
     dropped = {*equal, *unpaired}

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
+import loading
 import utils
 from data import pack, tokens_only
 from logprobs import packed_forward, sequence_logprobs
@@ -32,20 +33,20 @@ SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose res
 
 # --- losses ---------------------------------------------------------------------------------------
 
-def packed_groups(rows, indices, device, label=None):
-    """Packed batches of the rows at `indices`, in order, of TOKENS_AT_ONCE tokens or one row."""
+def token_groups(rows, indices, label=None):
+    """Lists of the rows at `indices`, in order, of at most TOKENS_AT_ONCE tokens or one row."""
     group, tokens = [], 0
     # Inside another bar, and only for people: in a log file the outer bar is enough.
     for index in tqdm(indices, desc=label, disable=label is None or None, unit="row", delay=2,
                       leave=False):
         row = rows[index]
         if group and tokens + len(row["input_ids"]) > TOKENS_AT_ONCE:
-            yield pack(group, device)
+            yield group
             group, tokens = [], 0
         group.append(row)
         tokens += len(row["input_ids"])
     if group:
-        yield pack(group, device)
+        yield group
 
 
 def own_groups(model, rows, indices, label=None):
@@ -55,11 +56,11 @@ def own_groups(model, rows, indices, label=None):
     while other processes have more.
     """
     indices = indices[utils.rank()::utils.world_size()]
-    start, groups = 0, packed_groups(tokens_only(rows), indices, model.device, label)
-    for batch in utils.together(groups, model):
-        count = 0 if batch is None else len(batch["cu_seqlens"]) - 1
+    start, groups = 0, token_groups(tokens_only(rows), indices, label)
+    for group in utils.together(groups, model):
+        count = len(group or ())
         places = (start + torch.arange(count)) * utils.world_size() + utils.rank()
-        yield places, pack([SPARE_ROW], model.device) if batch is None else batch
+        yield places, pack(group or [SPARE_ROW], model.device)
         start += count
 
 
@@ -175,7 +176,7 @@ def load_trained(name, device="auto"):
     device, config = utils.pick_device(device), Path(name) / "config.json"
     # A model's own folder has a config.json too, without a run's arguments.
     if not config.exists() or '"model_type"' in config.read_text():
-        return utils.load_model(str(name), device), utils.load_tokenizer(str(name)), None
+        return loading.load_model(str(name), device), loading.load_tokenizer(str(name)), None
     import toy
     from compare import Run
 
@@ -184,9 +185,9 @@ def load_trained(name, device="auto"):
     if not (run.folder / "adapter").is_dir():
         raise UserError(f"{name}: no adapter folder; the run has not finished (continue it with "
                         "--resume)")
-    tokenizer = utils.load_tokenizer(base)
-    model = utils.load_model(base, device, run.args.dtype, run.args.four_bit)
-    return utils.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
+    tokenizer = loading.load_tokenizer(base)
+    model = loading.load_model(base, device, run.args.dtype, run.args.four_bit)
+    return loading.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
 
 
 def check_base(run, name, losses):

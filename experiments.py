@@ -79,10 +79,10 @@ def selectors(args):
               for name in ("omega", "omega, corrected", "corrected loss", "LESS", "IFD")]
     print(table(["claim", "here", "difference in 1 - AUROC"], claims))
     kinds = [key for key in keys if key.startswith("auroc")]
-    panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC",
-               {key.removeprefix("auroc/").replace("auroc", "all"): {
-                   name: [run[key] for run in runs] for name, runs in rows.items()}
-                for key in kinds}, chance=0.5)
+    panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
+        key.removeprefix("auroc/").replace("auroc", "all"): {
+            name: [run[key] for run in runs] for name, runs in rows.items()}
+        for key in kinds}, chance=0.5)
     store(args, rows, columns, claims=claims)
 
 

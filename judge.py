@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+import loading
 import utils
 from utils import UserError
 
@@ -88,8 +89,8 @@ class LocalJudge:
 
     def __init__(self, name, device="auto"):
         self.name = name
-        self.model = utils.load_model(name, utils.pick_device(device))
-        self.tokenizer, self.lock = utils.load_tokenizer(name), threading.Lock()
+        self.model = loading.load_model(name, utils.pick_device(device))
+        self.tokenizer, self.lock = loading.load_tokenizer(name), threading.Lock()
 
     def __call__(self, question):
         import torch

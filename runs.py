@@ -150,8 +150,11 @@ def prefer_unmasked(run):
                   if "_unmasked/" in key}
 
 
-def save_results(path, command, results, **more):
-    """Results as json with what they were made by: command, date, commit, hardware, versions."""
+def save_results(path, command, results, hardware=None, **more):
+    """Results as json with what they were made by: command, date, commit, hardware, versions.
+
+    hardware: what ran (this machine's cores), more: other entries of the file.
+    """
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE,
@@ -159,8 +162,9 @@ def save_results(path, command, results, **more):
     path.parent.mkdir(parents=True, exist_ok=True)
     utils.write_atomic(path, json.dumps({
         "command": command, "date": datetime.date.today().isoformat(), "commit": commit or None,
-        "hardware": f"{os.cpu_count()} cores, {cpu_name()}", "python": platform.python_version(),
-        "torch": torch.__version__, **more, "results": results}, indent=1) + "\n")
+        "hardware": hardware or f"{os.cpu_count()} cores, {cpu_name()}",
+        "python": platform.python_version(), "torch": torch.__version__, **more,
+        "results": results}, indent=1) + "\n")
 
 
 def cpu_name():

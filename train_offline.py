@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import common
 import data
+import loading
 import utils
 from eval import row_losses
 from logprobs import sequence_logprobs
@@ -105,7 +106,7 @@ def main(argv=None):
     # --- data and model ---------------------------------------------------------------------------
     device = utils.join_processes(args.device)
     model_name = str(common.toy.MODEL) if args.toy else args.model
-    tokenizer, config = utils.load_tokenizer(model_name), utils.load_config(model_name)
+    tokenizer, config = loading.load_tokenizer(model_name), loading.load_config(model_name)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
     levels = common.load_levels(args, tokenizer, context)
     everything = levels.lower
@@ -124,18 +125,18 @@ def main(argv=None):
     if args.dry_run:
         return
     utils.seed_everything(args.seed)
-    base = utils.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
-    model = utils.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
+    base = loading.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
+    model = loading.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
                            args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
-    theta_optimizer = utils.make_optimizer(args.optimizer, theta, args.lr)
+    theta_optimizer = loading.make_optimizer(args.optimizer, theta, args.lr)
     optimizers = {"theta": theta_optimizer}
     if args.method == "bds" and args.correction:
-        theta_hat = utils.add_twin(model, "theta_hat")
-        hat_optimizer = utils.make_optimizer(args.optimizer, theta_hat, args.lr)
+        theta_hat = loading.add_twin(model, "theta_hat")
+        hat_optimizer = loading.make_optimizer(args.optimizer, theta_hat, args.lr)
         optimizers["theta_hat"] = hat_optimizer
     if args.fsdp:
-        utils.shard(model, device)
+        loading.shard(model, device)
     selector = Selector(num_rows, args.omega_lr, args.omega_optimizer, args.center,
                         dtype=torch.float64 if args.dtype == "float64" else torch.float32,
                         device=device)
@@ -188,7 +189,7 @@ def main(argv=None):
             if args.omega_loss == "next":
                 coefficients, _ = row_losses(model, lower, lower_rows)
             if args.correction:                                                      # deviation 7
-                with utils.adapter(model, "theta_hat"):
+                with loading.adapter(model, "theta_hat"):
                     descend(args, model, theta_hat, hat_optimizer, [], lower_batch, weights, 1.0)
                     attainable, _ = row_losses(model, lower, lower_rows)
                 coefficients = coefficients - args.correction * attainable.to(coefficients)

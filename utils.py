@@ -1,4 +1,4 @@
-"""The tiny shared module: errors, atomic files, seeds, models, checkpoints, the metrics log.
+"""The small shared module: errors, atomic files, processes, seeds, checkpoints, the metrics log.
 
 Everything here has at least two users among the top-level scripts. Nothing here knows the method.
 """
@@ -95,11 +95,16 @@ def _fail(message):
 
 def write_atomic(path, content):
     """Write str or bytes to `path` so that readers see the old file or the whole new one."""
+    write_parts(path, [content.encode() if isinstance(content, str) else content])
+
+
+def write_parts(path, parts):
+    """`write_atomic` of bytes that come in parts, none of which is kept."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         with open(partial, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -110,25 +115,30 @@ def write_atomic(path, content):
 
 def write_jsonl(path, rows):
     """Write dictionaries to `path`, one JSON object a line, atomically (NaN is refused)."""
-    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
-    write_atomic(path, "".join(line + "\n" for line in lines))
+    write_parts(path, ((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+                       for row in rows))
 
 
 def read_jsonl(path):
     """The rows of a jsonl file as a list of dictionaries; `UserError` names file and line."""
-    rows, number = [], 0
+    return list(each_jsonl(path))
+
+
+def each_jsonl(path):
+    """`read_jsonl` a row at a time."""
+    number = 0
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):  # noqa: B007, the message below uses it
                 if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
                         raise ValueError("not an object")
+                    yield row
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} line {number}: not valid JSON ({error})") from None
-    return rows
 
 
 def content_hash(*texts):
@@ -296,8 +306,6 @@ def bare(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# --- models ---------------------------------------------------------------------------------------
-
 def pick_device(name):
     """"auto" is CUDA when there is one, else the CPU."""
     if name == "auto":
@@ -308,15 +316,6 @@ def pick_device(name):
         return torch.device(name)
     except RuntimeError:
         raise UserError(f"--device {name}: no such device; use auto, cpu or cuda") from None
-
-
-def _from_hub(name, what):
-    """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
-    if Path(name).is_dir():
-        return
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{name}: no such folder for the {what}")
-    hub_answers("model_info", name, what)
 
 
 def hub_answers(info, name, what):
@@ -338,192 +337,8 @@ def hub_answers(info, name, what):
     return True
 
 
-def load_tokenizer(name):
-    """The tokenizer of a hub name or local folder."""
-    from transformers import AutoTokenizer
-
-    _from_hub(name, "model")
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name}: the tokenizer cannot be loaded ({_first(error)})") from None
-
-
-def load_config(name):
-    """The model's configuration alone: sizes are known before any weight is read."""
-    from transformers import AutoConfig
-
-    _from_hub(name, "model")
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{name}: the model cannot be loaded ({_first(error)})") from None
-
-
-def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
-    """A frozen causal LM with packed attention, dropout off, in evaluation mode.
-
-    dtype "auto" is bfloat16 on CUDA and float32 on the CPU. `four_bit` is an NF4 base through
-    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. Only safetensors are
-    read and no remote code is run.
-    """
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    import logprobs
-
-    _from_hub(name, "model")
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    options = {"dtype": getattr(torch, dtype), "attn_implementation": logprobs.ATTENTION,
-               "use_safetensors": True}
-    if four_bit:
-        from transformers import BitsAndBytesConfig
-
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=getattr(torch, dtype))
-        options["device_map"] = {"": device}
-    transformers.logging.set_verbosity_error()  # its load report; ours is one line
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True,
-                                                             **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise UserError(f"{name}: the model cannot be loaded ({_first(error)})") from None
-    except Exception as error:  # safetensors raises its own class, which derives from Exception
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{name}: broken weights file ({_first(error)}); copy it again") from None
-    if report["missing_keys"]:  # transformers fills them with random numbers and goes on
-        raise UserError(f"{name}: the weights file lacks {len(report['missing_keys'])} of the "
-                        f"model's tensors (such as {min(report['missing_keys'])}); copy it again")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # log-probs that enter a ratio must be functions of theta alone
-        if type(module).__name__ == "Linear4bit":
-            # The AVX512 repacking for inference makes later gradients wrong by 97 %.
-            module.support_avx512bf16_for_cpu = False
-    for key in ("attention_dropout", "attn_pdrop"):
-        if getattr(model.config, key, None):
-            setattr(model.config, key, 0.0)
-    model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
-    try:
-        logprobs.check_model(model, tolerance=0.1 if dtype == "bfloat16" or four_bit else 1e-3)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
-    return model
-
-
-def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
-    """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
-
-    The adapter is float32 whatever the base is. Draws from torch's global generator.
-    """
-    import peft
-
-    if adapter is not None:
-        try:
-            model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
-        except Exception as error:  # PEFT, safetensors and the hub raise a dozen classes here
-            raise UserError(f"{adapter}: not a LoRA adapter for this model ({_first(error)})") \
-                from None
-    else:
-        model = peft.get_peft_model(model, peft.LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
-            task_type="CAUSAL_LM"))
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints in training mode only; dropout is off anyway
-    return model
-
-
-def add_twin(model, name):
-    """A second LoRA adapter on the same base, equal to the first; returns its parameters.
-
-    The first stays active; `adapter` switches for a while.
-    """
-    model.add_adapter(name, model.peft_config["default"])
-    twin = {key.replace(f".{name}.", ".default."): p for key, p in model.named_parameters()
-            if f".{name}." in key}
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key in twin:
-                twin[key].copy_(parameter)
-    model.set_adapter("default")
-    return list(twin.values())
-
-
-@contextlib.contextmanager
-def adapter(model, name):
-    """Work with another adapter of the model, then with the first again."""
-    model.set_adapter(name)
-    try:
-        yield
-    finally:
-        model.set_adapter("default")
-
-
-def shard(model, device):
-    """Split the frozen weights of the decoder layers over all processes (FSDP2), in place.
-
-    model: a PEFT model loaded with `on_host`, every adapter already there. Each layer is gathered
-    when a forward or backward reaches it and given up again. Adapters, embeddings, head and norms
-    outside the layers stay whole on every process: adapters are reduced by `sum_gradients` as
-    always, and log-probs read the head's weight.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    mesh = init_device_mesh(device.type, (world_size(),))
-    backbone = bare(model).base_model
-    layers = next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
-    for layer in layers:
-        adapters = {p for name, p in layer.named_parameters() if "lora_" in name}
-        fully_shard(layer, mesh=mesh, ignored_params=adapters)
-    # The root has no weights of its own: it only lets one layer be fetched while another works.
-    whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
-    fully_shard(backbone, mesh=mesh, ignored_params=whole)
-    for tensor in (*whole, *model.buffers()):
-        tensor.data = tensor.data.to(device)
-    bare(model)._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
-
-
-def make_optimizer(name, parameters, lr):
-    """theta's optimiser: "adam", or bitsandbytes' "adam8bit" and "paged-adam8bit"."""
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    import bitsandbytes
-
-    kind = {"adam8bit": "Adam8bit", "paged-adam8bit": "PagedAdam8bit"}[name]
-    return getattr(bitsandbytes.optim, kind)(parameters, lr=lr)
-
-
-def save_adapter(model, folder):
-    """PEFT adapter in PEFT's own files, in place at once or not at all."""
-    config = model.peft_config["default"]
-    if isinstance(config.target_modules, set):  # saved in the order of the set: another every time
-        config.target_modules = sorted(config.target_modules)
-    save_pretrained(model, folder, selected_adapters=["default"])
-
-
-def save_pretrained(model, folder, **options):
-    """`model.save_pretrained`, in place at once or not at all."""
-    partial = Path(folder).with_name(f".{Path(folder).name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial, **options)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{folder}: cannot be written ({_first(error)}); free space, then continue "
-                        "with --resume") from None
-
-
-def _first(error):
+def first_line(error):
+    """The first line of an error's message, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
@@ -668,8 +483,8 @@ def _read_checkpoint(out):
         trained = load_file(folders[-1] / "adapter.safetensors")
         state = torch.load(folders[-1] / "state.pt", weights_only=True, map_location="cpu")
     except Exception as error:  # a damaged file raises anything from EOFError to SafetensorError
-        raise UserError(f"{folders[-1]}: damaged checkpoint ({_first(error)}); delete this folder "
-                        "to resume from the one before") from None
+        raise UserError(f"{folders[-1]}: damaged checkpoint ({first_line(error)}); delete this "
+                        "folder to resume from the one before") from None
     return folders[-1], trained, state
 
 

@@ -27,6 +27,7 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
+import loading
 import train_offline
 import utils
 
@@ -374,7 +375,7 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
     paths = files(lower=30 if stage == "cache" else 8, upper=6, longest=4)
     options = {"batch": 4, "epochs": 2, "save_every": 2, "merge": True}
     whole = train(paths, out="whole", cache_dir=tmp_path / "cache of whole", **options)
-    save = utils.save_pretrained
+    save = loading.save_pretrained
 
     def full(model, folder, **more):
         if folder.name == {"adapter": "adapter", "merged model": "merged"}.get(stage):
@@ -383,10 +384,10 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
 
     if "checkpoint" in stage or stage == "cache":
         file_size_limit(size)
-    monkeypatch.setattr(utils, "save_pretrained", full)
+    monkeypatch.setattr(loading, "save_pretrained", full)
     line = refused(lambda: train(paths, **options))
     file_size_limit(resource.RLIM_INFINITY)
-    monkeypatch.setattr(utils, "save_pretrained", save)
+    monkeypatch.setattr(loading, "save_pretrained", save)
     assert re.search("(?i)file too large", line) and "free space" in line
     assert not leftovers(tmp_path)
     new = [name for name in listing(tmp_path) if name.startswith("run/")]

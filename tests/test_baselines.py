@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import baselines
 import data
+import loading
 import recipes
 import utils
 from utils import UserError
@@ -167,7 +168,8 @@ def test_project_is_the_product_with_that_matrix():
 
 def brute_gradients(folder, checkpoint, rows, rank, alpha):
     """Per-row gradients by the model's own logits and .backward(), float64, (n, P)."""
-    model = utils.add_lora(utils.load_model(folder, torch.device("cpu"), "float64"), rank, alpha)
+    base = loading.load_model(folder, torch.device("cpu"), "float64")
+    model = loading.add_lora(base, rank, alpha)
     theta = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float64 for p in theta)
     torch.nn.utils.vector_to_parameters(checkpoint, theta)
@@ -183,7 +185,7 @@ def brute_gradients(folder, checkpoint, rows, rank, alpha):
 
 
 def tokenised(folder, path, cache):
-    return data.load_rows(path, utils.load_tokenizer(folder), cache_dir=str(cache))[0]
+    return data.load_rows(path, loading.load_tokenizer(folder), cache_dir=str(cache))[0]
 
 
 def test_less_score_equals_brute_force(rank, folders, tmp_path):
@@ -227,7 +229,8 @@ def test_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_path)
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
     chosen = data.permutation(10, 0, 0, stream=4)[:4].tolist()
     utils.seed_everything(0)
-    model = utils.add_lora(utils.load_model(folders["llama"], torch.device("cpu"), "float64"), 2, 4)
+    base = loading.load_model(folders["llama"], torch.device("cpu"), "float64")
+    model = loading.add_lora(base, 2, 4)
     start = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
     gradient = brute_gradients(folders["llama"], start, [rows[i] for i in chosen], 2, 4).mean(dim=0)
     gradient *= min(1.0, 1.0 / (gradient.norm().item() + 1e-6))
@@ -261,19 +264,19 @@ def test_less_continues_after_a_kill(rank, files, monkeypatch):
     files = files(lower=30, upper=9)
     monkeypatch.setattr(baselines, "ROWS_AT_ONCE", 4)
     whole = rank("less", files, out="whole.jsonl", **LESS)
-    real, calls = baselines.row_gradient, []
+    real, calls = baselines.row_gradients, []
 
-    def killed(*arguments):
-        calls.append(1)
-        if len(calls) == 9 + 30 + 9 + 18:  # in the fifth block of the last checkpoint's lower rows
+    def killed(model, theta, rows):
+        calls.extend(rows)
+        if len(calls) >= 9 + 30 + 9 + 18:  # in the fifth block of the last checkpoint's lower rows
             raise KeyboardInterrupt
-        return real(*arguments)
-    monkeypatch.setattr(baselines, "row_gradient", killed)
+        return real(model, theta, rows)
+    monkeypatch.setattr(baselines, "row_gradients", killed)
     with pytest.raises(KeyboardInterrupt):
         rank("less", files, **LESS)
     assert not (whole.file.parent / "kept.jsonl").exists()
     calls.clear()
-    monkeypatch.setattr(baselines, "row_gradient", lambda *a: calls.append(1) or real(*a))
+    monkeypatch.setattr(baselines, "row_gradients", lambda *a: calls.extend(a[2]) or real(*a))
     made = rank("less", files, **LESS)
     assert len(calls) == 30 - 16  # what was written was not made again
     assert made.ranked == whole.ranked
@@ -317,7 +320,7 @@ def brute_loss(model, ids, trained):
 def test_loss_and_ifd_equal_the_models_own_logits(rank, files, folders, tmp_path):
     files = files(lower=15)
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
-    model = utils.load_model(folders["llama"], torch.device("cpu"), "float64")
+    model = loading.load_model(folders["llama"], torch.device("cpu"), "float64")
     given, ratios = [], []
     for row in rows:
         response = [t for t, loss in zip(row["input_ids"], row["trained"], strict=True) if loss]
@@ -481,7 +484,7 @@ def test_recipes_too_small_copies_are_shared(copies, tmp_path, capsys):
 
 
 def test_recipes_are_read_by_training(copies, tmp_path, folders):
-    tokenizer = utils.load_tokenizer(folders["llama"])
+    tokenizer = loading.load_tokenizer(folders["llama"])
     for name, count in (("redorca", 56), ("rm-hh-rlhf", 4), ("alpaca-cleaned", 5)):
         path = recipes.resolve(f"{name}:{copies}", tmp_path / "cache")
         rows, _ = data.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))

@@ -13,6 +13,7 @@ from test_generate import make_prompts
 
 import curate
 import data
+import loading
 import toy
 import train_online
 import utils
@@ -99,11 +100,11 @@ def logp(model, prompt, answer):
 
 def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters):
     """s(y) = (log p(y|x) - log p(y)) / |y|, the adapter switched off and on again."""
-    base = utils.load_model(str(folders["neox"]), torch.device("cpu"))
+    base = loading.load_model(str(folders["neox"]), torch.device("cpu"))
     prompts, answers, blank = make_prompts(5), make_prompts(5, seed=1), [9, 8]
     expected = [(logp(base, p, y) - logp(base, blank, y)) / len(y)
                 for p, y in zip(prompts, answers, strict=True)]
-    model = utils.add_lora(base, adapter=str(adapters["neox"]))
+    model = loading.add_lora(base, adapter=str(adapters["neox"]))
     assert curate.scores(model, prompts, answers, blank).tolist() == pytest.approx(
         expected, abs=1e-5)
     tuned = (logp(model, prompts[0], answers[0]) - logp(model, blank, answers[0])) / len(answers[0])
@@ -395,8 +396,13 @@ def test_export(online, files, tmp_path, monkeypatch, layout):
 
 
 def test_without_the_flag_there_is_no_export(online, files):
-    run = online(files(lower=6, upper=6), batch=6, epochs=1)
+    rows = files(lower=6, upper=6)
+    run = online(rows, batch=6, epochs=1)
     assert [path.name for path in run.out.glob("curated*")] == ["curated.jsonl"]
+    before = {name: (run.out / name).read_bytes() for name in ("curated.jsonl", "result.json")}
+    online(rows, batch=6, epochs=1, resume=True, export_format="alpaca")  # wanted afterwards
+    assert len(read_rows(run.out / "curated.alpaca.jsonl")) >= 5
+    assert before == {name: (run.out / name).read_bytes() for name in before}
 
 
 @pytest.mark.slow

@@ -26,10 +26,10 @@ TOLERANCE = 1e-9  # the issue asks for 1e-5
 # `kill` is "rank step": that process gets SIGKILL once it has logged that step of the last run.
 WORKER = """
 import importlib, json, os, pathlib, signal, sys
-import common, utils
+import common, loading, utils
 
 runs, facts, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
-log, shard = utils.log_metrics, utils.shard
+log, shard = utils.log_metrics, loading.shard
 
 def log_or_die(file, metrics):
     log(file, metrics)
@@ -44,7 +44,7 @@ def shard_and_tell(model, device):
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "whole": sum(p.numel() for p in model.parameters() if not hasattr(p, "to_local"))}))
 
-utils.log_metrics, utils.shard = log_or_die, shard_and_tell
+utils.log_metrics, loading.shard = log_or_die, shard_and_tell
 
 def main():
     global last

@@ -115,16 +115,16 @@ def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, to
     assert not losses.requires_grad
 
 
-def test_packed_groups_hold_every_row_once(monkeypatch, rows):
+def test_token_groups_hold_every_row_once(monkeypatch, rows):
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 70)
     tokens = data.tokens_only(rows[0])
-    groups = list(evaluation.packed_groups(tokens, range(25), "cpu"))
+    groups = [data.pack(group) for group in evaluation.token_groups(tokens, range(25))]
     assert len(groups) > 5
     ids = [group["input_ids"][0].tolist() for group in groups]
     assert list(itertools.chain(*ids)) == list(itertools.chain(*rows[0]["input_ids"]))
     for group in groups:
         assert len(group["input_ids"][0]) <= 70 or len(group["cu_seqlens"]) == 2
-    assert list(evaluation.packed_groups(tokens, [], "cpu")) == []
+    assert list(evaluation.token_groups(tokens, [])) == []
 
 
 def test_eq_exact_match_is_greedy_generation(rows, models):

@@ -615,7 +615,7 @@ def products(call):
 
 
 def mixed(name, checkpointing=False):
-    """A bf16 base with float32 adapters, as `utils.add_lora` makes them, and its float64 twin."""
+    """A bf16 base with float32 adapters, as `loading.add_lora` makes them, and its float64 twin."""
     packed, exact = (load(name, dtype, lora=True, initializer_range=0.05)[0]
                      for dtype in (torch.bfloat16, torch.float64))
     for (key, parameter), twin in zip(packed.named_parameters(), exact.parameters(), strict=True):

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, copy_tree, flags, listing, python, read_rows
 from test_resume import Killed, last_step
 
+import loading
 import train_online
 import utils
 
@@ -46,7 +47,7 @@ def stop_at(monkeypatch):
     import curate
 
     log, answer, write = utils.log_metrics, train_online.answer, train_online.generate
-    save, refine = utils.save_adapter, curate.generate
+    save, refine = loading.save_adapter, curate.generate
 
     def arm(step, where="after the log"):
         def log_or_die(file, metrics):
@@ -80,7 +81,7 @@ def stop_at(monkeypatch):
         monkeypatch.setattr(train_online, "answer", answer_or_die)
         monkeypatch.setattr(train_online, "generate", write)
         monkeypatch.setattr(curate, "generate", refine_or_die)
-        monkeypatch.setattr(utils, "save_adapter", save_or_die)
+        monkeypatch.setattr(loading, "save_adapter", save_or_die)
     return arm
 
 

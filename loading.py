@@ -1,0 +1,210 @@
+"""Models from a hub name or folder: loading, LoRA adapters, FSDP, the optimiser of theta, saving.
+
+Only safetensors are read, and no remote code is run.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from utils import UserError, bare, first_line, hub_answers, world_size  # before torch, see there
+
+# ruff: isort: split
+import torch
+
+
+def _from_hub(name, what):
+    """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
+    if Path(name).is_dir():
+        return
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"{name}: no such folder for the {what}")
+    hub_answers("model_info", name, what)
+
+
+def load_tokenizer(name):
+    """The tokenizer of a hub name or local folder."""
+    from transformers import AutoTokenizer
+
+    _from_hub(name, "model")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        why = first_line(error)
+        raise UserError(f"{name}: the tokenizer cannot be loaded ({why})") from None
+
+
+def load_config(name):
+    """The model's configuration alone: sizes are known before any weight is read."""
+    from transformers import AutoConfig
+
+    _from_hub(name, "model")
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
+
+
+def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
+    """A frozen causal LM with packed attention, dropout off, in evaluation mode.
+
+    dtype "auto" is bfloat16 on CUDA and float32 on the CPU. `four_bit` is an NF4 base through
+    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. Only safetensors are
+    read and no remote code is run.
+    """
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    import logprobs
+
+    _from_hub(name, "model")
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": logprobs.ATTENTION,
+               "use_safetensors": True}
+    if four_bit:
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=getattr(torch, dtype))
+        options["device_map"] = {"": device}
+    transformers.logging.set_verbosity_error()  # its load report; ours is one line
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True,
+                                                             **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
+    except Exception as error:  # safetensors raises its own class, which derives from Exception
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"{name}: broken weights file ({first_line(error)}); copy it again") \
+            from None
+    if report["missing_keys"]:  # transformers fills them with random numbers and goes on
+        raise UserError(f"{name}: the weights file lacks {len(report['missing_keys'])} of the "
+                        f"model's tensors (such as {min(report['missing_keys'])}); copy it again")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # log-probs that enter a ratio must be functions of theta alone
+        if type(module).__name__ == "Linear4bit":
+            # The AVX512 repacking for inference makes later gradients wrong by 97 %.
+            module.support_avx512bf16_for_cpu = False
+    for key in ("attention_dropout", "attn_pdrop"):
+        if getattr(model.config, key, None):
+            setattr(model.config, key, 0.0)
+    model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
+    try:
+        logprobs.check_model(model, tolerance=0.1 if dtype == "bfloat16" or four_bit else 1e-3)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+    return model
+
+
+def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
+    """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
+
+    The adapter is float32 whatever the base is. Draws from torch's global generator.
+    """
+    import peft
+
+    if adapter is not None:
+        try:
+            model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        except Exception as error:  # PEFT, safetensors and the hub raise a dozen classes here
+            raise UserError(f"{adapter}: not a LoRA adapter for this model ({first_line(error)})") \
+                from None
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
+            task_type="CAUSAL_LM"))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # transformers checkpoints in training mode only; dropout is off anyway
+    return model
+
+
+def add_twin(model, name):
+    """A second LoRA adapter on the same base, equal to the first; returns its parameters.
+
+    The first stays active; `adapter` switches for a while.
+    """
+    model.add_adapter(name, model.peft_config["default"])
+    twin = {key.replace(f".{name}.", ".default."): p for key, p in model.named_parameters()
+            if f".{name}." in key}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key in twin:
+                twin[key].copy_(parameter)
+    model.set_adapter("default")
+    return list(twin.values())
+
+
+@contextlib.contextmanager
+def adapter(model, name):
+    """Work with another adapter of the model, then with the first again."""
+    model.set_adapter(name)
+    try:
+        yield
+    finally:
+        model.set_adapter("default")
+
+
+def shard(model, device):
+    """Split the frozen weights of the decoder layers over all processes (FSDP2), in place.
+
+    model: a PEFT model loaded with `on_host`, every adapter already there. Each layer is gathered
+    when a forward or backward reaches it and given up again. Adapters, embeddings, head and norms
+    outside the layers stay whole on every process: adapters are reduced by `sum_gradients` as
+    always, and log-probs read the head's weight.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    backbone = bare(model).base_model
+    layers = next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer in layers:
+        adapters = {p for name, p in layer.named_parameters() if "lora_" in name}
+        fully_shard(layer, mesh=mesh, ignored_params=adapters)
+    # The root has no weights of its own: it only lets one layer be fetched while another works.
+    whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
+    fully_shard(backbone, mesh=mesh, ignored_params=whole)
+    for tensor in (*whole, *model.buffers()):
+        tensor.data = tensor.data.to(device)
+    bare(model)._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
+
+
+def make_optimizer(name, parameters, lr):
+    """theta's optimiser: "adam", or bitsandbytes' "adam8bit" and "paged-adam8bit"."""
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    import bitsandbytes
+
+    kind = {"adam8bit": "Adam8bit", "paged-adam8bit": "PagedAdam8bit"}[name]
+    return getattr(bitsandbytes.optim, kind)(parameters, lr=lr)
+
+
+def save_adapter(model, folder):
+    """PEFT adapter in PEFT's own files, in place at once or not at all."""
+    config = model.peft_config["default"]
+    if isinstance(config.target_modules, set):  # saved in the order of the set: another every time
+        config.target_modules = sorted(config.target_modules)
+    save_pretrained(model, folder, selected_adapters=["default"])
+
+
+def save_pretrained(model, folder, **options):
+    """`model.save_pretrained`, in place at once or not at all."""
+    partial = Path(folder).with_name(f".{Path(folder).name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial, **options)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise UserError(f"{folder}: cannot be written ({first_line(error)}); free space, then "
+                        "continue with --resume") from None
