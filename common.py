@@ -576,6 +576,9 @@ def answer_labels(lower, positions, written, tokenizer, group):
     return {f"answers_right/{kind}": sum(v) / len(v) for kind, v in sorted(shares.items())}
 
 
+ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
+
+
 def write_ranking(path, lower, scores, keep_fraction, columns):
     """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 
@@ -587,7 +590,7 @@ def write_ranking(path, lower, scores, keep_fraction, columns):
     known = [name for name in ("bad", "kind") if name in lower.column_names]
 
     def lines():
-        for block in ranks.argsort().split(100_000):  # 10^7 rows at once would take 5 GB
+        for block in ranks.argsort().split(ROWS_AT_ONCE):
             part = lower.select(block.tolist())
             found = {"row_id": part["row_id"][:], "hash": part["hash"][:],
                      **{name: values[block].tolist() for name, values in columns.items()},

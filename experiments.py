@@ -167,6 +167,7 @@ def curated(args):
 # --- ablations of the toy -------------------------------------------------------------------------
 
 ON40, ON20 = f"{ON} --ratio-masked 0.4", f"{ON} --ratio-masked 0.2 --num-answers 4"
+LATE = f"{ON40} --mask dynamic --first-refresh 150 --center"
 EVEN = "--toy-noise 0.6 --toy-contrary 0.6666667"
 ABLATIONS = {  # question: {label: method or (name, command)}
     "omega's optimiser": {
@@ -175,7 +176,8 @@ ABLATIONS = {  # question: {label: method or (name, command)}
         "Adam 5e-3 (SEAL)": ("omega Adam 5e-3",
                              f"{OFF} --omega-optimizer adam --omega-lr 5e-3"),
         "SGD 10": ("omega SGD 10", f"{OFF} --omega-lr 10"), "SGD 30": "BDS",
-        "SGD 100": ("omega SGD 100", f"{OFF} --omega-lr 100")},
+        "SGD 100": ("omega SGD 100", f"{OFF} --omega-lr 100"),
+        "SGD 300": ("omega SGD 300", f"{OFF} --omega-lr 300")},
     "omega's loss": {
         "at theta^{k+1}": "BDS", "at theta^k": ("omega at theta^k", f"{OFF} --omega-loss current"),
         "centred": ("omega centred", f"{OFF} --center"),
@@ -201,8 +203,8 @@ ABLATIONS = {  # question: {label: method or (name, command)}
         "static": ("online R=40%", ON40),
         "dynamic": ("dynamic R=40%", f"{ON40} --mask dynamic{TOY_DYNAMIC}"),
         "dynamic, sticky": ("sticky R=40%", f"{ON40} --mask dynamic --sticky-mask{TOY_DYNAMIC}"),
-        "dynamic from step 150": ("dynamic late R=40%",
-                                  f"{ON40} --mask dynamic --first-refresh 150 --center"),
+        "dynamic from step 150": ("dynamic late R=40%", LATE),
+        "dynamic from step 150, dropped": ("dynamic late drop R=40%", f"{LATE} --masked drop"),
         "dynamic, dropped": ("dynamic drop R=40%",
                              f"{ON40} --mask dynamic --masked drop{TOY_DYNAMIC}")},
     "answers ahead": {

@@ -421,6 +421,28 @@ def test_keep_reads_a_ranking_that_a_run_wrote(train, files):
     assert {(entry["row_id"], entry["hash"]) for entry in second.weights} == kept
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 23, 100])
+def test_a_ranking_is_the_same_in_blocks_of_any_size(monkeypatch, tmp_path, at_once):
+    """Against sorting whole rows: ties in row order, every column beside its own row."""
+    import datasets
+
+    monkeypatch.setattr(common, "ROWS_AT_ONCE", at_once)
+    rng = random.Random(3)
+    rows = [{"row_id": 2 * i + 1, "hash": f"{i:016x}", "kind": rng.choice("ab"),
+             "bad": rng.random() < 0.5} for i in range(23)]
+    scores = [rng.randrange(9) / 8 for _ in rows]
+    ranks, kept = common.write_ranking(
+        tmp_path / "ranking.jsonl", datasets.Dataset.from_list(rows), torch.tensor(scores), 0.4,
+        {"weight": torch.tensor(scores) * 2})
+    order = sorted(range(23), key=lambda i: (-scores[i], i))
+    assert utils.read_jsonl(tmp_path / "ranking.jsonl") == [
+        {"row_id": rows[i]["row_id"], "hash": rows[i]["hash"], "rank": rank, "kept": rank <= 9,
+         "weight": 2 * scores[i], "bad": rows[i]["bad"], "kind": rows[i]["kind"]}
+        for rank, i in enumerate(order, 1)]
+    assert [ranks[i].item() for i in order] == list(range(1, 24))
+    assert kept.sum() == 9
+
+
 @pytest.mark.parametrize(("fraction", "count"), [(0.05, 1), (0.31, 4), (0.5, 6), (1.0, 13)])
 def test_keep_fraction_and_schema_of_the_ranking(train, files, fraction, count):
     """`kept` is rank <= round(fraction N); best first; one line a row; plain JSON values."""
