@@ -107,9 +107,12 @@ def mean_std(values):
 
 
 def cell(values):
-    """"mean ± std" of a table, "-" without a number."""
+    """"mean ± std" of a table, three decimals below 100, none above; "-" without a number."""
     mean, std, n = mean_std(values)
-    return "-" if not n else f"{mean:.3f}" if n == 1 else f"{mean:.3f} ± {std:.3f}"
+    if not n:
+        return "-"
+    digits = 3 if abs(mean) < 100 else 0
+    return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if n > 1 else "")
 
 
 def paired(first, second):

@@ -48,6 +48,7 @@ def test_cells_are_mean_and_sample_deviation_of_what_was_measured():
     values = [1.0, 2.0, 4.0]
     assert runs.cell([*values, None]) == f"{7 / 3:.3f} ± {statistics.stdev(values):.3f}"
     assert (runs.cell([2.0]), runs.cell([None])) == ("2.000", "-")
+    assert (runs.cell([99.0, 101.0]), runs.cell([136.91])) == ("100 ± 1", "137")
 
 
 def test_orders_are_of_the_upper_loss_and_of_the_published_figures():
