@@ -545,20 +545,23 @@ def rank_rows(scores):
     return ranks
 
 
-def within_groups(scores, masked, below=False):
-    """Scores made comparable between masked and unmasked rows: the rank share in the own group.
+def row_scores(args, omega, masked, implicit):
+    """How good each row's original answer is, (N,): omega, where omega has judged it.
 
-    A model finds its own words likely, so masked rows gain weight whatever their quality. Rows of
-    a static mask are a random sample, as good as the others; those of a dynamic one were the worst
-    when they were masked and come after them (`below`).
+    implicit (N,): the implicit weight at the final model, None without scores. omega has judged a
+    masked row's *new* answers, which any model finds likely; its original is judged by the implicit
+    weight. Both become rank shares in the row's own group. Rows of a static mask are a random
+    sample, as good as the others; those of a dynamic one were the worst when they were masked and
+    come after them.
     """
-    if masked is None:
-        return scores
+    if masked is None or args.masked == "original":
+        return omega
+    scores = omega if implicit is None else torch.where(masked, implicit.to(omega), omega)
     shares = torch.empty(len(scores), dtype=torch.float64)
     for group in (masked, ~masked):
         ranks = rank_rows(scores[group])
         shares[group] = 1 - ranks.double() / (len(ranks) + 1)
-    if below:
+    if args.mask == "dynamic":
         shares[masked] -= 1.0
     return shares
 
@@ -660,20 +663,20 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
     before = base_metrics(args, model, levels, reference, out)
     last = utils.on_first(lambda: utils.read_jsonl(out / "metrics.jsonl")[-1])
     result |= before | {key: last[key] for key in (k.removeprefix("base/") for k in before)}
-    if args.method in ("bds", "online"):
-        scores["weight"] = within_groups(selector.logits.cpu(), masked,
-                                         getattr(args, "mask", None) == "dynamic")
+    implicit = None
     if base_losses is not None:
         final_losses, lengths = row_losses(model, lower, label="final losses")
-        scores |= {"final": -final_losses, "base": -base_losses, "length": lengths}
+        implicit = -final_losses           # the implicit weight (Eq. explicit_data_logit)
+        scores = {"final": -final_losses, "base": -base_losses, "length": lengths}
         extra |= {"base_loss": base_losses, "final_loss": final_losses, "length": lengths}
         result |= mean_losses(final_losses, lengths, "lower_original")
         if "theta_hat" in model.peft_config:
             with loading.adapter(model, "theta_hat"):
                 attainable, _ = row_losses(model, lower, label="attainable losses")
-            # The implicit weight (Eq. explicit_data_logit) of the corrected penalty.
-            scores["corrected"] = args.correction * attainable - final_losses
+            implicit = scores["corrected"] = args.correction * attainable - final_losses
             extra["attainable_loss"] = attainable
+    if args.method in ("bds", "online"):
+        scores = {"weight": row_scores(args, selector.logits.cpu(), masked, implicit)} | scores
     for key, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{out}: {key} under the final model is {value}; lower --lr and start "
@@ -691,7 +694,7 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
                               "lower_original")
     labels = label_metrics(lower, scores)
     if masked is not None and labels and not masked.all():
-        # Weights of masked rows judge the model's own answers, so labels apply to the others.
+        # omega alone: it has judged the originals of the other rows, and labels are theirs.
         unmasked = (~masked).nonzero().flatten()
         labels |= {key.replace("/", "_unmasked/", 1): value for key, value in label_metrics(
             lower.select(unmasked.tolist()), {n: s[unmasked] for n, s in scores.items()}).items()}

@@ -7,6 +7,7 @@ are taken from the run; what follows from them is not.
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -778,10 +779,21 @@ def test_safety_preset_generates_sixteen_at_a_time():
 
 
 def test_masked_rows_are_ranked_within_their_group_or_below():
-    """A static mask's rows share the ranks evenly; a dynamic mask's come after all the others."""
-    scores = torch.tensor([1.0, 5.0, 2.0, 9.0, 8.0, 7.0])
+    """A static mask's rows share the ranks evenly; a dynamic mask's come after all the others.
+
+    Where there are scores, a masked row counts by its original's implicit weight."""
+    omega = torch.tensor([1.0, 5.0, 2.0, 9.0, 8.0, 7.0])
     masked = torch.tensor([False, False, False, True, True, True])
-    assert common.rank_rows(common.within_groups(scores, masked)).tolist() == [5, 1, 3, 2, 4, 6]
-    below = common.within_groups(scores, masked, below=True)
-    assert common.rank_rows(below).tolist() == [3, 1, 2, 4, 5, 6]
-    assert torch.equal(common.within_groups(scores, None), scores)
+    static, dynamic, original = (SimpleNamespace(mask=mask, masked=rows) for mask, rows in (
+        ("static", "generate"), ("dynamic", "drop"), ("static", "original")))
+
+    def ranks(*arguments):
+        return common.rank_rows(common.row_scores(*arguments)).tolist()
+
+    assert ranks(static, omega, masked, None) == [5, 1, 3, 2, 4, 6]
+    assert ranks(dynamic, omega, masked, None) == [3, 1, 2, 4, 5, 6]
+    implicit = torch.tensor([0.0, 0.0, 0.0, -3.0, -1.0, -2.0])
+    assert ranks(static, omega, masked, implicit) == [5, 1, 3, 6, 2, 4]
+    assert ranks(dynamic, omega, masked, implicit) == [3, 1, 2, 6, 4, 5]
+    for unmasked in ((static, omega, None, implicit), (original, omega, masked, implicit)):
+        assert torch.equal(common.row_scores(*unmasked), omega)
