@@ -32,7 +32,7 @@ PRELOAD = ["train_offline", "train_online", "baselines", "peft", "transformers.g
 
 def slug(name):
     """A method's folder name."""
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
 
 
 def run_all(runs, workers):
