@@ -89,8 +89,7 @@ METHODS = {
 # On the toy the dynamic mask is drawn from centred weights after 25 steps: else every row that was
 # read sinks, and the bottom R are the rows read last.
 TOY_DYNAMIC = " --first-refresh 25 --center"
-DEMO = ("mixing rho=0.5", "mixing, rho schedule", "BDS", "online R=10% G=1", "online dynamic",
-        "control: drop")
+DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
 SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "random", "LESS", "DSIR", "BDS",
                   "online R=5% G=1", "online R=10% G=1", "online dynamic", "control: drop")
 
