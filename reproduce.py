@@ -247,7 +247,8 @@ def store(args, results, columns, **more):
     """Save results/NAME_TARGET.json with the command that makes it and the README's columns."""
     given = [f"--{name.replace('_', '-')} {json.dumps(value) if ' ' in str(value) else value}"
              for name, value in vars(args).items()
-             if name in ("data", "train", "online", "select", "keep_fraction", "only")
+             if name in ("data", "train", "online", "select", "keep_fraction", "only", "qa",
+                         "prompts", "judge", "tokens")
              and value not in (None, args.defaults(name))]
     if args.name != args.scale:
         given.append(f"--name {args.name}")
