@@ -408,7 +408,7 @@ def less(args, levels):
                        "lower rows": rows_fingerprint(levels.lower),
                        "upper rows": rows_fingerprint(levels.upper)}}
     model = loading.add_lora(base, args.lora_rank, args.lora_alpha,
-                           checkpointing=args.gradient_checkpointing)
+                             checkpointing=args.gradient_checkpointing)
     utils.open_run(work, config, resume=True)
     groups = ["all"] * len(levels.upper)
     if args.upper_groups:

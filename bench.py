@@ -324,8 +324,8 @@ def load(args, device, count):
         config = AutoConfig.for_model(kind, **options)
         lower, upper = (random_rows(count, mean, config.vocab_size, seed) for seed, mean in
                         enumerate((args.lower_tokens, args.upper_tokens)))
-        return loading.add_lora(shaped_model(config, device, dtype), checkpointing=args.
-                              gradient_checkpointing), lower, upper
+        base = shaped_model(config, device, dtype)
+        return loading.add_lora(base, checkpointing=args.gradient_checkpointing), lower, upper
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
         raise UserError("--lower, --upper and --model belong together; or give --model one of "
                         + ", ".join(SHAPES) + ", or none of them for the embedded toy")

@@ -14,20 +14,20 @@ from utils import UserError, bare, first_line, hub_answers, world_size  # before
 import torch
 
 
-def _from_hub(name, what):
+def _from_hub(name):
     """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
     if Path(name).is_dir():
         return
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{name}: no such folder for the {what}")
-    hub_answers("model_info", name, what)
+        raise UserError(f"{name}: no such folder for the model")
+    hub_answers("model_info", name, "model")
 
 
 def load_tokenizer(name):
     """The tokenizer of a hub name or local folder."""
     from transformers import AutoTokenizer
 
-    _from_hub(name, "model")
+    _from_hub(name)
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -39,7 +39,7 @@ def load_config(name):
     """The model's configuration alone: sizes are known before any weight is read."""
     from transformers import AutoConfig
 
-    _from_hub(name, "model")
+    _from_hub(name)
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -58,7 +58,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 
     import logprobs
 
-    _from_hub(name, "model")
+    _from_hub(name)
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
     options = {"dtype": getattr(torch, dtype), "attn_implementation": logprobs.ATTENTION,

@@ -127,7 +127,7 @@ def main(argv=None):
     utils.seed_everything(args.seed)
     base = loading.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
     model = loading.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
-                           args.gradient_checkpointing)
+                             args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
     theta_optimizer = loading.make_optimizer(args.optimizer, theta, args.lr)
     optimizers = {"theta": theta_optimizer}

@@ -26,6 +26,8 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 14. `--masked drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
     be that the bad answers are gone, and `drop` shows how much.
+15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
+    implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
 """
 
 import argparse
@@ -249,7 +251,7 @@ def main(argv=None):
     utils.seed_everything(args.seed)
     base = loading.load_model(model_name, device, args.dtype, args.four_bit, on_host=args.fsdp)
     model = loading.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
-                           args.gradient_checkpointing)
+                             args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
     theta_optimizer = loading.make_optimizer(args.optimizer, theta, args.lr)
     optimizers = {"theta": theta_optimizer}
