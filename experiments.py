@@ -211,10 +211,10 @@ ABLATIONS = {  # question: {label: method or (name, command)}
         "those read next": ("online R=40%", ON40),
         "all": ("generate all", f"{ON40} --generate all")},
     **{f"bad rows: {method}": {
-        "0": (f"{method}, no bad rows", f"{METHODS[method]} --toy-noise 0"),
-        "20 %": (f"{method}, 20 % bad", f"{METHODS[method]} --toy-noise 0.2"), "40 %": method,
-        "60 %": (f"{method}, 60 % bad", f"{METHODS[method]} --toy-noise 0.6"),
-        "80 %": (f"{method}, 80 % bad", f"{METHODS[method]} --toy-noise 0.8")}
+        "0": (f"no bad rows: {method}", f"{METHODS[method]} --toy-noise 0"),
+        "20 %": (f"20 % bad: {method}", f"{METHODS[method]} --toy-noise 0.2"), "40 %": method,
+        "60 %": (f"60 % bad: {method}", f"{METHODS[method]} --toy-noise 0.6"),
+        "80 %": (f"80 % bad: {method}", f"{METHODS[method]} --toy-noise 0.8")}
        for method in ("mixing rho=0.5", "BDS", "online R=10% G=1")},
 }
 MEASURES = {"upper_heldout": "held-out upper", "lower_heldout": "lower, clean",
