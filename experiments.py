@@ -23,6 +23,7 @@ from reproduce import (
     TOY_DYNAMIC,
     UPPER,
     budget_of,
+    chosen,
     claims_of,
     execute,
     parse_args,
@@ -48,7 +49,7 @@ def selectors(args):
     runs = {"BDS": OFF, "BDS corrected": CORRECTED, "BDS, published rate": f"{OFF} {ADAM}"}
     if args.only is not None:
         runs = {name: runs[name] for name in runs
-                if name in ("BDS", "BDS corrected", *args.only.split("; "))}
+                if name in ("BDS", "BDS corrected", *chosen(args, runs))}
     found = execute(args, runs, Path("runs") / args.name, also_score=BASELINES)
     if args.list:
         return
@@ -227,12 +228,8 @@ def ablations(args):
     if args.scale != "toy":
         raise UserError("ablations: of the toy only; --list shows the flags to try elsewhere")
     named = {question: {label: (entry if isinstance(entry, tuple) else (entry, METHODS[entry]))
-                        for label, entry in values.items()}
-             for question, values in ABLATIONS.items()
-             if args.only is None or question in args.only.split("; ")}
-    if not named:
-        raise UserError(f"--only {args.only}: no question has this name; they are "
-                        + "; ".join(ABLATIONS))
+                        for label, entry in ABLATIONS[question].items()}
+             for question in chosen(args, ABLATIONS)}
     methods = {name: command for values in named.values() for name, command in values.values()}
     found = execute(args, methods, Path("runs") / args.name)
     if args.list:

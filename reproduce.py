@@ -162,6 +162,17 @@ def setting(args, target="table1"):
     return scale | given
 
 
+def chosen(args, names):
+    """Those of the names that --only gives, separated by '; '; all of them without it."""
+    if args.only is None:
+        return list(names)
+    wanted = args.only.split("; ")
+    if unknown := [name for name in wanted if name not in names]:
+        raise UserError(f"--only: nothing here has the name {unknown[0]!r}; there are "
+                        + "; ".join(names))
+    return [name for name in names if name in wanted]
+
+
 def execute(args, methods, folder, extra="", scale=None, also_score=()):
     """Run {method: command} over the seeds. Returns {method: [result file or ranking, ...]}.
 
@@ -271,12 +282,7 @@ def claims_of(claims, results):
 def losses_table(args):
     """Table 1 or 3: every method over the seeds, the published figures beside, each claim."""
     folder, target = Path("runs") / args.name, args.target
-    wanted = SAFETY_METHODS if target in SAFETY else tuple(METHODS)
-    if args.only is not None:
-        wanted = [name for name in wanted if name in args.only.split("; ")]
-        if not wanted:
-            raise UserError(f"--only {args.only}: no method has this name; they are "
-                            + "; ".join(METHODS))
+    wanted = chosen(args, SAFETY_METHODS if target in SAFETY else METHODS)
     found = execute(args, {name: METHODS[name] for name in wanted},
                     folder / target if target in SAFETY else folder, scale=setting(args, target))
     if args.list:
@@ -321,8 +327,8 @@ def ranking(args):
     """The figure of the top 10 % questions: mean response length by epoch, BDS and online."""
     import compare
 
-    methods = {name: METHODS[name] for name in ("BDS", "online R=10% G=1", "online dynamic")}
-    found = execute(args, methods, Path("runs") / args.name)
+    wanted = chosen(args, ("BDS", "online R=10% G=1", "online dynamic"))
+    found = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
     if args.list:
         return
     results, curves = {}, {}
@@ -350,9 +356,10 @@ def qa(args):
     """Zero-shot accuracy of table1's runs through lm-evaluation-harness."""
     if args.scale == "toy":
         raise UserError("qa: the toy's model knows list puzzles only; use --scale small or paper")
-    found = execute(args, {name: METHODS[name] for name in DEMO}, Path("runs") / args.name)
-    runs, commands = {}, {}
-    for method, files in ({"base model": found["BDS"][:1]} | found).items():
+    found = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)},
+                    Path("runs") / args.name)
+    runs, commands, first = {}, {}, next(iter(found.values()))[:1]
+    for method, files in ({"base model": first} | found).items():
         base = "base" if method == "base model" else ""
         for file in files:
             out = file.parent.with_name(f"qa{base}-{file.parent.name}.json")
@@ -383,14 +390,14 @@ def winrate(args):
         raise UserError("winrate: name --prompts FILE (AlpacaEval's instructions) and --judge "
                         "'--url https://api.openai.com/v1 --judge gpt-4-turbo'")
     folder = Path("runs") / args.name
-    found = execute(args, {name: METHODS[name] for name in DEMO}, folder)
+    found = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)}, folder)
     prompts = args.prompts or folder / "prompts.json"
     if not args.prompts and not args.list:
         rates.write_list(prompts, [{"instruction": row["prompt"]}
                                    for row in toy.make_rows(seed=0)["heldout"][:200]])
     made, judged, values = {}, {}, {}
     base = folder / "winrate-base.json"
-    made[base] = f"winrate.py generate {found['BDS'][0].parent} --base"
+    made[base] = f"winrate.py generate {next(iter(found.values()))[0].parent} --base"
     for files in found.values():
         for file in files:
             made[answers_of(file)] = f"winrate.py generate {file.parent}"
@@ -429,8 +436,8 @@ def answers_of(file):
 
 def examples(args):
     """The paper's table of examples: the base model and each method answer the same prompts."""
-    found = execute(args, {name: METHODS[name] for name in
-                           ("mixing rho=1", "BDS", "online R=10% G=1")}, Path("runs") / args.name)
+    wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
+    found = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
     runs = " ".join(str(files[0].parent) for files in found.values())
     prompts = f"--prompts {args.prompts}" if args.prompts else " ".join(
         f"--prompt {json.dumps(row['prompt'])}" for row in toy.make_rows(seed=0)["heldout"][:6])
@@ -527,6 +534,8 @@ def parse_args(argv, targets, script, description):
     args.script, args.defaults = script, parser.get_default
     args.seeds = args.seeds if args.seeds is not None else 1 if args.target == "demo" else 4
     args.name = args.name or ("demo" if args.target == "demo" else args.scale)
+    if args.only is not None and args.target in ("demo", "readme", "curated", "controls"):
+        raise UserError(f"{args.target}: --only has nothing to choose from here")
     if args.workers < 1 or args.seeds < 1:
         raise UserError("--workers and --seeds must be 1 or more")
     return args

@@ -165,10 +165,11 @@ def test_bad_input(here, refused):
             (["table3", "--scale", "small"], "name the rows"),
             (["qa"], "list puzzles only"),
             (["winrate", "--scale", "small"], "--judge"),
-            (["table1", "--only", "nonsense"], "no method has this name"),
+            (["table1", "--only", "BDS; nonsense"], "has the name 'nonsense'"),
+            (["demo", "--only", "BDS"], "nothing to choose from"),
             (["table1", "--seeds", "0"], "--seeds must be 1 or more")):
         assert what in refused(lambda words=words: reproduce.main(words))
-    assert "no question" in refused(lambda: experiments.main(["ablations", "--only", "nonsense"]))
+    assert "nonsense" in refused(lambda: experiments.main(["ablations", "--only", "nonsense"]))
     assert "of the toy only" in refused(lambda: experiments.main(["controls", "--scale", "small"]))
     assert not (here / "runs").exists()
 
