@@ -211,12 +211,12 @@ ABLATIONS = {  # question: {label: method or (name, command)}
     "answers ahead": {
         "those read next": ("online R=40%", ON40),
         "all": ("generate all", f"{ON40} --generate all")},
-    **{f"bad rows: {method}": {
-        "0": (f"no bad rows: {method}", f"{METHODS[method]} --toy-noise 0"),
-        "20 %": (f"20 % bad: {method}", f"{METHODS[method]} --toy-noise 0.2"), "40 %": method,
-        "60 %": (f"60 % bad: {method}", f"{METHODS[method]} --toy-noise 0.6"),
-        "80 %": (f"80 % bad: {method}", f"{METHODS[method]} --toy-noise 0.8")}
-       for method in ("mixing rho=0.5", "BDS", "online R=10% G=1")},
+    **{level: {
+        method: method if share == 0.4 else (  # the toy as it is
+            f"{level}: {method}", f"{METHODS[method]} --toy-noise {share}")
+        for method in ("BDS", "mixing rho=0.5", "online R=10% G=1", "control: drop")}
+       for level, share in {"no bad rows": 0, "20 % bad": 0.2, "40 % bad": 0.4, "60 % bad": 0.6,
+                            "80 % bad": 0.8}.items()},
 }
 MEASURES = {"upper_heldout": "held-out upper", "lower_heldout": "lower, clean",
             "weight/auroc/contrary": "AUROC contrary", "omega/ess_share": "ess share",
