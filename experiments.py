@@ -109,12 +109,13 @@ def curated(args):
         raise UserError(f"--keep-fraction {args.keep_fraction}: must lie between 0 and 1")
     scale, folder, share = setting(args), Path("runs") / args.name, args.keep_fraction
     online = f"online R={1 - share:.0%}, exported"
-    found = execute(args, {"BDS": OFF, online: (
+    plain = "mixing rho=1"  # is plain fine-tuning on the raw set
+    found = execute(args, {plain: METHODS[plain], "BDS": OFF, online: (
         f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share} "
         "--export-format prompt-completion")}, folder, also_score=("random",))
     if args.list:
         return
-    plan, files = {}, {}
+    plan, files = {}, {"raw set": found[plain]}
     for seed in range(args.seeds):
         raw = other = f"{scale['data']} {scale['train']}"
         if args.scale == "toy":
@@ -129,7 +130,7 @@ def curated(args):
             compare.keep(source, share, kept[name])
         rewritten = re.sub(r"--lower(-limit|-columns|-split)? \S+", "", other)
         for name, flags in (
-                ("raw set", raw), ("random k", f"{raw} --keep {kept['random']}"),
+                ("random k", f"{raw} --keep {kept['random']}"),
                 ("top k by BDS", f"{raw} --keep {kept['bds']}"),
                 ("top k by the online run", f"{raw} --keep {kept['online']}"),
                 ("... with its rewrites",
@@ -218,6 +219,10 @@ ABLATIONS = {  # question: {label: method or (name, command)}
        for level, share in {"no bad rows": 0, "20 % bad": 0.2, "40 % bad": 0.4, "60 % bad": 0.6,
                             "80 % bad": 0.8}.items()},
 }
+# New answers against leaving the same rows out: does generation do more?
+AGAINST_DROP = (("generate", "drop"), ("dynamic", "dynamic, dropped"),
+                ("dynamic from step 150", "dynamic from step 150, dropped"),
+                ("online R=10% G=1", "control: drop"))
 MEASURES = {"upper_heldout": "held-out upper", "lower_heldout": "lower, clean",
             "weight/auroc/contrary": "AUROC contrary", "omega/ess_share": "ess share",
             "answers_generated": "answers", "right": "answers right"}
@@ -243,10 +248,12 @@ def ablations(args):
         results[question] = rows
         columns = present(MEASURES, rows)
         print("\n" + table([question, *columns.values()], summarise(rows, columns)))
-        labels = list(rows)
-        claims += [[f"{question}: {label} below {labels[0]}", *verdict(
+        first, *others = rows
+        pairs = [(label, first) for label in others] + [
+            pair for pair in AGAINST_DROP if first not in pair and set(pair) <= set(rows)]
+        claims += [[f"{question}: {label} below {than}", *verdict(
             [run["upper_heldout"] for run in rows[label]],
-            [run["upper_heldout"] for run in rows[labels[0]]])] for label in labels[1:]]
+            [run["upper_heldout"] for run in rows[than]])] for label, than in pairs]
     print("\n" + table(["upper loss", "here", "difference in loss"], claims))
     panels_figure(Path("results") / f"{args.name}_ablations.png", "held-out upper loss", {
         question: {label: [run["upper_heldout"] for run in runs] for label, runs in rows.items()}

@@ -181,6 +181,36 @@ def test_a_failing_run_is_named_with_its_last_line(here, refused):
     assert "train_offline.py" in line and "exit code 2" in line and "gone" in line
 
 
+def test_ablations_compare_with_the_first_label_and_with_dropping(here, monkeypatch, capsys):
+    losses = {"80 % bad: BDS": 0.4, "80 % bad: mixing rho=0.5": 0.5,
+              "80 % bad: online R=10% G=1": 0.2, "80 % bad: control: drop": 0.3}
+
+    def finished(args, methods, folder):
+        assert set(methods) == set(losses)
+        for method in methods:
+            for seed in range(args.seeds):
+                run = here / runs.slug(method) / str(seed)
+                run.mkdir(parents=True)
+                (run / "result.json").write_text(json.dumps(
+                    {"seed": seed, "upper_heldout": losses[method] + seed}))
+                (run / "metrics.jsonl").write_text(json.dumps(
+                    {"omega/ess_share": 0.5, "answers_right/clean": 0.75}) + "\n")
+        return {method: [here / runs.slug(method) / str(seed) / "result.json"
+                         for seed in range(args.seeds)] for method in methods}
+
+    monkeypatch.setattr(experiments, "execute", finished)
+    experiments.main(["ablations", "--only", "80 % bad"])
+    stored = json.loads((here / "results/toy_ablations.json").read_text())
+    assert [claim[:2] for claim in stored["claims"]] == [
+        ["80 % bad: mixing rho=0.5 below BDS", "does not hold"],
+        ["80 % bad: online R=10% G=1 below BDS", "holds"],
+        ["80 % bad: control: drop below BDS", "holds"],
+        ["80 % bad: online R=10% G=1 below control: drop", "holds"]]
+    assert "-0.1000, lower on 4 of 4" in stored["claims"][-1][2]
+    assert stored["results"]["80 % bad: BDS"][1]["right"] == 0.75
+    assert (here / "results/toy_ablations.png").exists()
+
+
 # --- last: minutes --------------------------------------------------------------------------------
 
 @pytest.mark.slow

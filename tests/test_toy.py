@@ -2,12 +2,17 @@
 
 import collections
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import toy
+from utils import read_jsonl
 
 SEEDS = (0, 1)
 
@@ -34,6 +39,23 @@ def auroc(rows, scores, kind):
 
 
 # ---- the rows ----------------------------------------------------------------------------------
+
+def test_runs_of_one_seed_may_write_the_rows_at_the_same_time(tmp_path, monkeypatch):
+    """A second process writes all four files while the first is about to put one in its place."""
+    small, replace, second = {"num_lower": 8, "num_upper": 8, "num_heldout": 8}, os.replace, []
+
+    def interrupted(*paths):
+        if not second:
+            second.append(subprocess.run(
+                [sys.executable, "-c", f"import toy; toy.write({str(tmp_path)!r}, **{small})"],
+                cwd=Path(toy.__file__).parent, check=True))
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    paths = toy.write(tmp_path, **small)
+    assert second and sorted(tmp_path.iterdir()) == sorted(paths.values())
+    assert [len(read_jsonl(path)) for path in paths.values()] == [8] * 4
+
 
 def test_same_seed_same_bytes(tmp_path):
     small = {"num_lower": 50, "num_upper": 10, "num_heldout": 10}
