@@ -129,6 +129,7 @@ def curated(args):
         for name, source in (("random", found["random"][seed]), ("bds", bds), ("online", refined)):
             compare.keep(source, share, kept[name])
         rewritten = re.sub(r"--lower(-limit|-columns|-split)? \S+", "", other)
+        budget = budget_of(found[plain][seed].parent)
         for name, flags in (
                 ("random k", f"{raw} --keep {kept['random']}"),
                 ("top k by BDS", f"{raw} --keep {kept['bds']}"),
@@ -137,7 +138,7 @@ def curated(args):
                  f"{rewritten} --lower {refined / 'curated.prompt-completion.jsonl'}")):
             out = folder / "curated" / slug(name) / f"seed-{seed}"
             plan[out / "result.json"] = " ".join(
-                f"{OFF} --method sft {flags} --token-budget {budget_of(bds)} --seed {seed} "
+                f"{OFF} --method sft {flags} --token-budget {budget} --seed {seed} "
                 f"--out {out}".split())
             files.setdefault(name, []).append(out / "result.json")
     run_all(plan, args.workers)
