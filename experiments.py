@@ -47,9 +47,8 @@ CORRECTED = f"{OFF} --correction 0.7"
 def selectors(args):
     """AUROC, precision and recall of every selector on a lower set with known bad rows."""
     runs = {"BDS": OFF, "BDS corrected": CORRECTED, "BDS, published rate": f"{OFF} {ADAM}"}
-    if args.only is not None:
-        runs = {name: runs[name] for name in runs
-                if name in ("BDS", "BDS corrected", *chosen(args, runs))}
+    runs = {name: runs[name] for name in runs
+            if name in ("BDS", "BDS corrected", *chosen(args, runs))}
     found = execute(args, runs, Path("runs") / args.name, also_score=BASELINES)
     if args.list:
         return

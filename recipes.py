@@ -12,15 +12,15 @@ drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped lat
 
 import glob
 import gzip
+import itertools
 import json
-import os
 import random
 import re
 from pathlib import Path
 
 from tqdm import tqdm
 
-from utils import UserError, content_hash
+from utils import UserError, content_hash, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
 
@@ -233,16 +233,8 @@ def resolve(source, cache_dir=".cache"):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = recipe(*(Source(group) for group in files))
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(partial, "w", encoding="ascii") as file, tqdm(
-                total=sum(map(len, parts)), desc=f"building {name}", unit=" rows", delay=3) as bar:
-            for part in parts:
-                for row in part:
-                    file.write(json.dumps(row) + "\n")
-                    bar.update()
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-    print(f"{name}: {bar.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
+    rows = tqdm(itertools.chain.from_iterable(parts), total=sum(map(len, parts)),
+                desc=f"building {name}", unit=" rows", delay=3)
+    write_parts(target, ((json.dumps(row) + "\n").encode() for row in rows))
+    print(f"{name}: {rows.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
     return target

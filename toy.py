@@ -24,7 +24,6 @@ only the trusted set can tell, and with an unrelated upper level nothing can. `n
 
 import argparse
 import math
-import os
 import random
 import re
 from pathlib import Path
@@ -223,9 +222,7 @@ def write(folder, **options):
     for name, rows in make_rows(**options).items():
         paths[name] = folder / f"{name}.jsonl"
         if not paths[name].exists() or read_jsonl(paths[name]) != rows:  # else keep what is cached
-            partial = folder / f".{name}.{os.getpid()}"  # runs of one seed may start together
-            write_jsonl(partial, rows)
-            os.replace(partial, paths[name])
+            write_jsonl(paths[name], rows)
     return paths
 
 

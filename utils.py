@@ -99,9 +99,12 @@ def write_atomic(path, content):
 
 
 def write_parts(path, parts):
-    """`write_atomic` of bytes that come in parts, none of which is kept."""
+    """`write_atomic` of bytes that come in parts, none of which is kept.
+
+    The half-written file has the process's number in its name: two may write one path at once.
+    """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
             file.writelines(parts)
@@ -413,6 +416,9 @@ def _open_run(out, config, resume, free_to_change):
             if before != value and key not in (*free_to_change, "processes"):
                 raise UserError(f"{out}: cannot resume: {section} {key} was {before!r} and is now "
                                 f"{value!r}; restore it or start a new run")
+    for stale in out.rglob(".*.partial"):  # half-written when the run was killed
+        if stale.is_file():
+            stale.unlink()
     if processes != world_size():
         print(f"{out}: begun with {processes} processes, continued with {world_size()}: equal to "
               "an uninterrupted run to rounding (1e-5), not bit for bit")

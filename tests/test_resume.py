@@ -34,6 +34,14 @@ def fingerprint(run):
     return files | {"metrics.jsonl": json.dumps(steps)}
 
 
+def test_a_resumed_run_removes_what_was_half_written(tmp_path):
+    out, config = tmp_path / "run", {"args": {}, "environment": {}, "data": {}}
+    utils.open_run(out, config, resume=False)
+    (out / ".weights.jsonl.12345.partial").write_text("half")
+    utils.open_run(out, config, resume=True)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+
+
 def assert_equal(run, whole):
     run, whole = fingerprint(run), fingerprint(whole)
     assert run.keys() == whole.keys()
