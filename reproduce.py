@@ -86,9 +86,9 @@ METHODS = {
     "control: drop": f"{ON} --ratio-masked 0.1 --masked drop",
     "control: original": f"{ON} --ratio-masked 0.1 --masked original",
 }
-# On the toy the dynamic mask is drawn from centred weights after 25 steps: else every row that was
-# read sinks, and the bottom R are the rows read last.
-TOY_DYNAMIC = " --first-refresh 25 --center"
+# In short runs the dynamic mask is drawn from centred weights after 25 steps: else every row that
+# was read sinks, and the bottom R are the rows read last.
+SHORT_DYNAMIC = " --first-refresh 25 --center"
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
 SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "random", "LESS", "DSIR", "BDS",
                   "online R=5% G=1", "online R=10% G=1", "online dynamic", "control: drop")
@@ -187,10 +187,11 @@ def execute(args, methods, folder, extra="", scale=None, also_score=()):
             file, tail = out / "result.json", f"{extra} --seed {seed}"
             if command is not None and (script := command.split()[0]).endswith(".py"):
                 flags = command.removeprefix(script)  # last, so that they win
-                toy = TOY_DYNAMIC if command == DYNAMIC and args.scale == "toy" else ""
+                if command == DYNAMIC and args.scale != "paper":
+                    flags += SHORT_DYNAMIC
                 first[file] = " ".join(
                     f"{script} {scale['data']} {scale['train']} "
-                    f"{scale['online'] if script == ON else ''} {flags}{toy} {tail} "
+                    f"{scale['online'] if script == ON else ''} {flags} {tail} "
                     f"--out {out}".split())
             else:
                 kept = out.with_name(f"seed-{seed}.kept.jsonl")
