@@ -427,6 +427,19 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
           + (f"{processes} processes / " if processes > 1 else "")
           + f"micro batch {args.micro_batch}"
           + (f", of at most {args.micro_tokens} tokens)" if args.micro_tokens else ")"))
+    longest = max(int(data.row_lengths(part).max()) for part in rows.values() if part is not None)
+    needs = memory_and_disk(args, config, longest, len(levels.lower))
+    print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if processes > 1 else ''} "
+          f"({needs.parts})")
+    print(f"disk: about {needs.disk / 2**20:.0f} MiB in {args.out}")
+
+
+def memory_and_disk(args, config, longest, num_rows):
+    """Bytes that a run needs: a namespace of memory and disk, and parts, memory's sum in words.
+
+    longest: tokens of the longest row; num_rows: lower rows. The answers of an online run to one
+    row stand for one row here, and what generation keeps is not counted.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -435,27 +448,25 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
     linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
               and m is not model.get_output_embeddings()]
     adapter = sum(args.lora_rank * (m.in_features + m.out_features) for m in linear)
-    width = 0.5 if args.four_bit else 4 if args.dtype == "float32" or (
-        args.dtype == "auto" and utils.pick_device(args.device).type == "cpu") else 2
-    longest = max(int(data.row_lengths(part).max()) for part in rows.values() if part is not None)
+    width = 0.5 if args.four_bit else {"bfloat16": 2, "float32": 4, "float64": 8}.get(
+        args.dtype, 4 if utils.pick_device(args.device).type == "cpu" else 2)
     tokens = 2 * args.micro_batch * longest
     if args.micro_tokens:
         tokens = min(tokens, max(args.micro_tokens, longest))
     if args.fsdp:  # each process has its share, and whole embeddings and head
         whole = sum(m.weight.numel() for m in (
             model.get_input_embeddings(), model.get_output_embeddings()))
-        base = whole + (base - whole) / processes
+        base = whole + (base - whole) / utils.world_size()
     layers = config.get_text_config().num_hidden_layers
     hidden = config.get_text_config().hidden_size
     # About 34 d bytes a token and layer at two bytes a number; one layer's worth with checkpoints.
     live = (2 * layers + 34) if args.gradient_checkpointing else 34 * layers
     activations = tokens * hidden * live * max(width, 2) / 2
-    memory = base * width + adapter * 16 + activations + 12 * len(levels.lower)
-    disk = (args.epochs + 6) * 4 * len(levels.lower) + 3 * adapter * 12 + len(levels.lower) * 200
-    print(f"memory: about {memory / 2**30:.2f} GiB{' a process' if processes > 1 else ''} (base "
-          f"{base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M x 16, "
-          f"activations of at most {tokens} tokens)")
-    print(f"disk: about {disk / 2**20:.0f} MiB in {args.out}")
+    return SimpleNamespace(
+        memory=base * width + adapter * 16 + activations + 12 * num_rows,
+        disk=(args.epochs + 6) * 4 * num_rows + 3 * adapter * 12 + num_rows * 200,
+        parts=f"base {base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M "
+              f"x 16, activations of at most {tokens} tokens", base=base)
 
 
 # What a resumed run may change without another result.

@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import time
 from pathlib import Path
 
@@ -205,6 +206,8 @@ def execute(args, methods, folder, extra="", scale=None, also_score=()):
                         f"{OFF} --method sft --keep {kept} {scale['data']} {scale['train']} {tail} "
                         f"--out {out}".split())
             found.setdefault(method, []).append(file)
+    if args.scale == "paper":
+        print_needs(args, scale, methods)
     if args.list:
         print("\n".join(f"python {command}" for command in first.values()))
         for reference, command in second.values():
@@ -215,12 +218,49 @@ def execute(args, methods, folder, extra="", scale=None, also_score=()):
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError("--scale paper: needs a GPU (an 8B model in bfloat16: 16 GB and room "
-                            "for activations); --list prints the commands for another machine")
+            raise UserError("--scale paper: no GPU here; --list prints the commands for another "
+                            "machine")
     run_all(first, args.workers)
     run_all({file: f"{command} --token-budget {budget_of(reference)}"
              for file, (reference, command) in second.items()}, args.workers)
     return found
+
+
+def print_needs(args, scale, methods):
+    """What the published setting asks of a machine, as comment lines: GPU memory, hours, disk.
+
+    Memory and disk are the training scripts' own arithmetic at the published shapes and the longest
+    rows that the settings admit; the hours are the paper's.
+    """
+    from transformers import AutoConfig
+
+    from bench import PUBLISHED_HOURS, PUBLISHED_ROWS, SHAPES
+    from common import memory_and_disk
+    from train_offline import parse_args as training_args
+
+    settings = training_args(shlex.split(f"{scale['data']} {scale['train']}"))
+    shape = (settings.preset or "").rpartition("-")[0]
+    if shape not in PUBLISHED_ROWS:
+        print("# needs: not known without a preset; --dry-run of each command prints them")
+        return
+    settings.dtype = "bfloat16"  # what a GPU takes
+    kind, options = SHAPES[shape]
+    needs = memory_and_disk(settings, AutoConfig.for_model(kind, **options), settings.max_length,
+                            settings.lower_limit)
+    column, hours, unknown = list(PUBLISHED_ROWS).index(shape), 0.0, []
+    for method in methods:
+        name = "mixing" if method.startswith("mixing rho=") else method
+        if name in PUBLISHED_HOURS:
+            hours += args.seeds * PUBLISHED_HOURS[name][column]
+        else:
+            unknown.append(method)
+    print(f"# needs, {shape}: GPU memory of at most {needs.memory / 2**30:.0f} GiB "
+          f"({needs.parts}), and what generation keeps")
+    print(f"# needs: {hours:.0f} hours on the paper's H100 (its runtime table, {args.seeds} seeds; "
+          "not measured here)" + (f", and those of {', '.join(unknown)}, which it does not give"
+                                  if unknown else ""))
+    print(f"# needs: disk for the model ({2 * needs.base / 1e9:.0f} GB), the data sets, and "
+          f"{needs.disk / 2**20:.0f} MiB for each of {args.seeds * len(methods)} runs")
 
 
 def budget_of(folder):
@@ -522,7 +562,7 @@ def parse_args(argv, targets, script, description):
     add("--online", help="arguments of train_online.py")
     add("--select", help="arguments of baselines.py")
     add("--only", help="only these methods or questions, separated by '; '")
-    add("--workers", type=int, default=os.cpu_count(), help="runs at a time")
+    add("--workers", type=int, help="runs at a time (default: the number of cores; paper: 1)")
     add("--list", action="store_true", help="print the commands, run nothing")
     if script == "reproduce.py":
         add("--qa", help="qa: arguments of `eval.py qa`, such as '--tasks piqa --limit 100'")
@@ -537,6 +577,8 @@ def parse_args(argv, targets, script, description):
     args.name = args.name or ("demo" if args.target == "demo" else args.scale)
     if args.only is not None and args.target in ("demo", "readme", "curated", "controls"):
         raise UserError(f"{args.target}: --only has nothing to choose from here")
+    if args.workers is None:  # a GPU holds one 8B model
+        args.workers = 1 if args.scale == "paper" else os.cpu_count()
     if args.workers < 1 or args.seeds < 1:
         raise UserError("--workers and --seeds must be 1 or more")
     return args
