@@ -125,7 +125,7 @@ CLAIMS = {
         ("BDS is better than LESS", "BDS", "LESS", UPPER),
         ("BDS is better than DSIR", "BDS", "DSIR", UPPER),
         ("online is better than offline", "online R=10% G=1", "BDS", UPPER),
-        ("... on clean lower rows", "online R=10% G=1", "BDS", LOWER),
+        ("online is better than offline on clean lower rows", "online R=10% G=1", "BDS", LOWER),
         ("R = 10 % is better than 5 %", "online R=10% G=1", "online R=5% G=1", UPPER),
         ("R = 20 % is worse than 10 % (\"unstable\")", "online R=10% G=1", "online R=20% G=1",
          UPPER),
@@ -137,11 +137,17 @@ CLAIMS = {
         ("online is better than offline", "online R=10% G=1", "BDS", UPPER),
         ("the dynamic mask is better than the static one", "online dynamic", "online R=10% G=1",
          UPPER),
-        ("... on clean lower rows", "online dynamic", "online R=10% G=1", LOWER),
+        ("the dynamic mask is better than the static one on clean lower rows", "online dynamic",
+         "online R=10% G=1", LOWER),
         ("(control) dynamic is better than dropping the rows", "online dynamic", "control: drop",
          UPPER)],
 }
 CLAIMS["table3-dpo"] = CLAIMS["table3"]
+
+# Of the README's list of claims: the table, where its figures are stored for the toy and for text.
+GLANCE = (("Table 1", "toy_table1", "planted_table1"), ("Table 3", "toy_table3", None),
+          ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", None),
+          ("curated set", "toy_curated", "planted_default_curated"))
 
 LOSSES = {"upper_heldout": "held-out upper", "upper_exact": "exact answers",
           "upper_accuracy": "pairs right", "lower_original": "lower, originals",
@@ -329,7 +335,9 @@ def losses_table(args):
     if args.list:
         return
     results = with_base(results_of(found))
-    columns, names = present(LOSSES, results), PUBLISHED_NAMES[target]
+    found_bad = ({"weight/auroc/contrary": "AUROC contrary"} if args.scale == "toy" else
+                 {"weight/auroc": "AUROC of bad rows"})  # plain faults of the toy are easy
+    columns, names = present(LOSSES | found_bad, results), PUBLISHED_NAMES[target]
     published = {"heading": [f"published, {name}" for name in names]} | PUBLISHED[target]
     rows = [row + list(published.get(row[0], ("-",) * len(names)))
             for row in summarise(results, columns)]
@@ -344,7 +352,6 @@ def losses_table(args):
         print("\n" + table(["claim", "here", "difference in loss"], claims))
     if args.scale == "toy" and target == "table1":
         print_ranks(results)
-        columns["weight/auroc/contrary"] = "AUROC contrary"
     store(args, results, columns, published=published, claims=claims, orders=orders)
 
 
@@ -521,32 +528,54 @@ def demo(args):
 def readme(args):
     """Put the stored results between their markers in README.md."""
     path = Path("README.md")
-    text = path.read_text()
-    for name in re.findall(r"<!-- begin (\w+) -->", text):
-        file = Path("results") / f"{name}.json"
-        if not file.exists():
-            raise UserError(f"{file}: missing; the README has a place for it")
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        head, rest = text.split(begin)
-        text = f"{head}{begin}\n{rendered(json.loads(file.read_text()))}\n{end}{rest.split(end)[1]}"
-    utils.write_atomic(path, text)
+    utils.write_atomic(path, filled(path.read_text()))
     print(f"{path}: rendered")
 
 
-def rendered(stored):
+def filled(text):
+    """The text with the stored results between its markers, <!-- begin NAME --> <!-- end NAME -->.
+    """
+    for name in re.findall(r"<!-- begin (\w+) -->", text):
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        head, rest = text.split(begin)
+        body = claims_at_a_glance() if name == "claims" else rendered(stored(name))
+        text = f"{head}{begin}\n{body}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def stored(name):
+    file = Path("results") / f"{name}.json"
+    if not file.exists():
+        raise UserError(f"{file}: missing; the README has a place for it")
+    return json.loads(file.read_text())
+
+
+def claims_at_a_glance():
+    """One line a claim: its verdict in the stored results, on the toy and on real text."""
+    lines = ["| | claim | the toy | real text |", "|---|---|---|---|"]
+    for table_name, toy_file, text_file in GLANCE:
+        verdicts = [{claim: f"{word} ({figures.split(',')[0]})" for claim, word, figures in
+                     (stored(name)["claims"] if name else ())} for name in (toy_file, text_file)]
+        lines += [f"| {table_name} | {claim} | {verdicts[0].get(claim, '')} "
+                  f"| {verdicts[1].get(claim, '')} |" for claim in dict.fromkeys(
+                      [*verdicts[0], *verdicts[1]])]
+    return "\n".join(lines)
+
+
+def rendered(result):
     """A stored result as Markdown: its table, its claims, what it was made by."""
-    published = stored.get("published", {})
-    headings = [*stored["columns"].values(), *published.get("heading", ())]
+    published = result.get("published", {})
+    headings = [*result["columns"].values(), *published.get("heading", ())]
     blank = ["-"] * len(published.get("heading", ()))
     rows = [row + list(published.get(row[0], blank))
-            for row in summarise(stored["results"], stored["columns"])]
+            for row in summarise(result["results"], result["columns"])]
     lines = ["| | " + " | ".join(headings) + " |", "|---|" + "---|" * len(headings),
              *("| " + " | ".join(row) + " |" for row in rows)]
-    if stored.get("claims"):
+    if result.get("claims"):
         lines += ["", "| claim | here | difference |", "|---|---|---|",
-                  *("| " + " | ".join(claim) + " |" for claim in stored["claims"])]
-    return "\n".join([*lines, "", f"`{stored['command']}`, {stored['date']}, commit "
-                      f"{stored['commit']}, {stored['hardware']}, torch {stored['torch']}."])
+                  *("| " + " | ".join(claim) + " |" for claim in result["claims"])]
+    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}, commit "
+                      f"{result['commit']}, {result['hardware']}, torch {result['torch']}."])
 
 
 def parse_args(argv, targets, script, description):

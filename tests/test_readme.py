@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import reproduce
+
 HERE = Path(__file__).parent.parent
 README = (HERE / "README.md").read_text()
 
@@ -61,6 +63,13 @@ def test_the_map_names_functions_and_tests_that_exist():
             value = importlib.import_module(match[1])
             for part in match[2].split("."):
                 value = getattr(value, part)
+
+
+def test_figures_are_the_stored_ones(monkeypatch):
+    monkeypatch.chdir(HERE)
+    assert README.count("<!-- begin ") > 10
+    assert reproduce.filled(README) == README  # else: python reproduce.py readme
+    assert README.count("| Table 1 | BDS is better than mixing at rho = 1 | holds (") == 1
 
 
 def test_links_and_pictures_exist():
