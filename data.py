@@ -195,12 +195,13 @@ def parse_columns(columns):
     if isinstance(columns, str):
         pairs = [pair.partition("=") for pair in columns.split(",")]
         if not all(ours.strip() and theirs.strip() for ours, _, theirs in pairs):
-            raise UserError(f"--columns {columns}: write name=column pairs separated by commas, "
-                            "such as prompt=question,response=answer")
+            raise UserError(f"--lower-columns or --upper-columns {columns}: write name=column "
+                            "pairs separated by commas, such as prompt=question,response=answer")
         columns = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
     unknown = [ours for ours in columns if ours not in COLUMNS]
     if unknown:
-        raise UserError(f"--columns: unknown name {unknown[0]!r}; known: {', '.join(COLUMNS)}")
+        raise UserError(f"--lower-columns or --upper-columns: unknown name {unknown[0]!r}; known: "
+                        + ", ".join(COLUMNS))
     return dict(columns)
 
 
@@ -211,8 +212,8 @@ def find_layout(columns, place):
             return layout
     known = "; ".join(f"{layout} ({', '.join(needed)})" for layout, needed in LAYOUTS.items())
     raise UserError(f"{place}: unknown layout with the columns {', '.join(map(str, columns))}. "
-                    f"Known: {known}. Name the columns with --columns, for example "
-                    "--columns prompt=question,response=answer")
+                    f"Known: {known}. Name the columns with --lower-columns or --upper-columns, "
+                    "for example --lower-columns prompt=question,response=answer")
 
 
 def row_messages(row, layout, side, place):
@@ -614,8 +615,8 @@ def _render(rows, report, tokenizer, protect, columns, extras, template, turns, 
 def _rename(row, columns, extras, place):
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise UserError(f'{place}: no column "{theirs}" for --columns {ours}={theirs}; '
-                            f"found {', '.join(map(str, row))}")
+            raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
+                            f"{ours}={theirs}; found {', '.join(map(str, row))}")
     return {extra: row.get(extra) for extra in extras} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 

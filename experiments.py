@@ -225,7 +225,7 @@ AGAINST_DROP = (("generate", "drop"), ("dynamic", "dynamic, dropped"),
                 ("online R=10% G=1", "control: drop"))
 MEASURES = {"upper_heldout": "held-out upper", "lower_heldout": "lower, clean",
             "weight/auroc/contrary": "AUROC contrary", "omega/ess_share": "ess share",
-            "answers_generated": "answers", "right": "answers right"}
+            "answers_generated": "answers", "right": "answers right, mean over kinds"}
 
 
 def ablations(args):

@@ -126,8 +126,8 @@ def markdown_table(header, rows):
 def upper_losses(run):
     """[(when, held-out upper loss)] from before training to the end.
 
-    Before training is the base model where `eval.py losses` measured it, else the first step's
-    batch of upper rows, whose losses are those before any update.
+    Before training is the base model where the run has measured it, else the first step's batch
+    of upper rows, whose losses are those before any update.
     """
     epochs, held = plots.over_epochs(run, "upper_heldout")
     found = [("before training" if epoch == 0 else f"after epoch {epoch}", loss)

@@ -393,7 +393,8 @@ def ranking(args):
     columns = sorted({key for runs in results.values() for run in runs for key in run})
     print("\nmean response length (tokens) of the top 10 % by weight")
     print(table(["method", *columns], summarise(results, dict.fromkeys(columns, ""))))
-    claims = [[f"{method} starts with short answers: epoch 1 below the last epoch",
+    claims = [[("(control) " if method == "BDS" else "") + f"{method} starts with short answers: "
+               "epoch 1 below the last epoch",
                *verdict([seed[0] for seed in seeds], [seed[-1] for seed in seeds])]
               for method, seeds in curves.items()]
     print(table(["claim", "here", "difference in tokens"], claims))

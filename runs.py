@@ -145,12 +145,17 @@ def verdict(first, second):
 # --- results as json ------------------------------------------------------------------------------
 
 def prefer_unmasked(run):
-    """A result with the AUROCs of unmasked rows in place of all rows'.
+    """A result with the ranking metrics of unmasked rows in place of all rows'.
 
-    Masked rows are judged by generated answers, so labels fit the unmasked rows alone.
+    Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
+    fault that no unmasked row has is left out.
     """
-    return run | {key.replace("_unmasked/", "/"): value for key, value in run.items()
-                  if "_unmasked/" in key}
+    found = {key.replace("_unmasked/", "/"): value for key, value in run.items()
+             if "_unmasked/" in key}
+    if not found:
+        return run
+    return {key: value for key, value in run.items()
+            if not re.match(r"\w+/(auroc|precision|recall)\b", key)} | found
 
 
 def save_results(path, command, results, hardware=None, **more):

@@ -79,7 +79,7 @@ GOOD = [json.dumps(row) for row in make_rows(6, seed=31)]
 @pytest.mark.parametrize(("lines", "message"), [
     ([*GOOD[:4], '{"prompt": "a", "response": ', GOOD[5]], r"bad\.jsonl line 5: not valid JSON"),
     ([*GOOD[:2], "[1, 2]"], r"bad\.jsonl line 3: a row must be an object, not list"),
-    (['{"text": "a", "label": 1}'], "unknown layout with the columns text, label.*--columns"),
+    (['{"text": "a", "label": 1}'], "unknown layout with the columns text, label.*--lower-columns"),
     ([*GOOD[:3], '{"prompt": "a"}'], r'line 4: no column "response"; found prompt'),
     ([*GOOD[:3], '{"prompt": "a", "response": 7}'], r'line 4: "response" must be text, not int'),
     ([*GOOD[:3], '{"prompt": ["a"], "response": "b"}'], r"line 4.*message 0 must be an object"),
@@ -108,7 +108,7 @@ def test_files_that_are_not_there_or_not_readable(bad, tmp_path):
     bad(r"rows\.parquet: not a valid parquet file", lower=tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff\xfe", "response": "b"}\n')
     bad(r"rows\.jsonl line 1: not valid JSON", lower=tmp_path / "rows.jsonl")
-    bad("--columns: unknown name 'promt'", lower_columns="promt=question")
+    bad("unknown name 'promt'", lower_columns="promt=question")
 
 
 def test_held_out_rows_that_are_trained_on(bad, tmp_path):

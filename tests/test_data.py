@@ -131,7 +131,7 @@ def test_named_columns(load):
     with pytest.raises(UserError, match=r"line 1: no column \"z\".*found q, a"):
         load(rows, columns="prompt=q,response=z")
     for columns in ("prompt", "nonsense=q"):
-        with pytest.raises(UserError, match="--columns"):
+        with pytest.raises(UserError, match="--lower-columns"):
             load(rows, columns=columns)
 
 
@@ -381,7 +381,7 @@ GOOD = '{"prompt": "a", "response": "b"}\n'
     ('{"messages": [{"role": "user", "content": 4}]}\n', "message 0: content must be text"),
     ('{"chosen": "no dialogue", "rejected": "x"}\n', 'line 1: "chosen" is not a dialogue'),
     ('{"text": "x", "label": 1}\n', "line 1: unknown layout with the columns text, label.*alpaca"
-                                    ".*--columns"),
+                                    ".*--lower-columns"),
     ('{"prompt": "a", "response": " "}\n', r"no row is left to train on \(1 empty_response\)"),
     (b'{"prompt": "a", "response": "\xff\xfe"}\n', "line 1: not valid JSON"),
 ])

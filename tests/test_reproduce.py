@@ -52,6 +52,15 @@ def test_cells_are_mean_and_sample_deviation_of_what_was_measured():
     assert (runs.cell([99.0, 101.0]), runs.cell([136.91])) == ("100 ± 1", "137")
 
 
+def test_masked_rows_and_faults_that_they_alone_have_are_left_out():
+    run = {"base/upper_heldout": 1.0, "weight/auroc": 0.5, "weight/auroc/plain": 0.6,
+           "base/auroc/contrary": 0.7, "weight/recall/plain": 0.8}
+    assert runs.prefer_unmasked(run) == run  # an offline run
+    assert runs.prefer_unmasked(run | {"weight_unmasked/auroc": 0.9, "base_unmasked/auroc": None}
+                                ) == {"base/upper_heldout": 1.0, "weight/auroc": 0.9,
+                                      "base/auroc": None}
+
+
 def test_orders_are_of_the_upper_loss_and_of_the_published_figures():
     results = {"BDS": [{"upper_heldout": 3.0}], "DSIR": [{"upper_heldout": 1.0}],
                "LESS": [{"upper_heldout": 2.0}], "not published": [{"upper_heldout": 0.0}]}
