@@ -76,7 +76,7 @@ def add_arguments(parser):
 
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
-    add("--adapter", help="start from this LoRA adapter")
+    add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
     add("--lora-rank", type=int, default=16, help="(16)")
     add("--lora-alpha", type=int, default=16, help="(16)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
@@ -134,13 +134,15 @@ def parse(parser, argv, presets=PRESETS):
     args = parser.parse_args(argv)
     args.toy = not args.preset and (args.lower, args.upper, args.model) == (None,) * 3
     for name in ("batch", "micro_batch", "micro_tokens", "epochs", "save_every", "lora_rank",
-                 "max_length"):
+                 "max_length", "heldout_rows"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     for name in ("lr", "omega_lr", "clip"):
         if not 0 <= getattr(args, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a finite "
                             "number, 0 or more")
+    if not 0 < args.dpo_beta < math.inf:
+        raise UserError(f"--dpo-beta {args.dpo_beta}: must be a finite number above 0")
     if not 0 <= args.correction <= 1:
         raise UserError(f"--correction {args.correction}: must lie in [0, 1]")
     if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -149,8 +151,8 @@ def parse(parser, argv, presets=PRESETS):
     if args.fsdp and (args.four_bit or args.merge):
         raise UserError("--fsdp: not with --four-bit or --merge; merge the adapter of the finished "
                         "run instead")
-    if args.rank_by == "corrected" and not args.correction:
-        raise UserError("--rank-by corrected: needs --correction A")
+    if args.rank_by == "corrected" and (not args.correction or args.method in ("mix", "sft")):
+        raise UserError("--rank-by corrected: needs bilevel training with --correction A")
     if args.skip_scores and args.rank_by != "weight":
         raise UserError(f"--rank-by {args.rank_by}: needs the scores that --skip-scores leaves out")
     if args.upper_loss == "dpo" and args.toy_upper == "unrelated":
@@ -159,6 +161,8 @@ def parse(parser, argv, presets=PRESETS):
     for name in ("toy_noise", "toy_contrary"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
+    if args.upper_loss == "dpo" and not args.toy and args.upper is None:
+        raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     if not 0 < args.keep_fraction <= 1:
         raise UserError(f"--keep-fraction {args.keep_fraction}: must lie in (0, 1]")
     if not args.toy:
@@ -211,7 +215,9 @@ def _load_levels(args, tokenizer, context_length):
             limit=getattr(args, f"{name}_limit", None), cache_dir=args.cache_dir)
         data.check_lengths(levels[name], context_length, name)
     if levels["upper"] is not None and levels["upper_heldout"] is None:
-        count = args.heldout_rows or max(1, min(500, len(levels["upper"]) // 10))
+        count = args.heldout_rows
+        if count is None:
+            count = max(1, min(500, len(levels["upper"]) // 10))
         levels["upper"], levels["upper_heldout"] = data.split_held_out(
             levels["upper"], count, args.seed)
     _check_overlap(args, levels)
@@ -246,6 +252,9 @@ def keep_rows(rows, file):
             if key not in entry:
                 raise UserError(f"{file} line {number}: no {key!r}; a ranking has row_id, hash, "
                                 "rank and kept in every line")
+        if not isinstance(entry["row_id"], int) or not isinstance(entry["kept"], bool):
+            raise UserError(f"{file} line {number}: row_id must be a whole number, and kept true "
+                            "or false")
         if entry["kept"]:
             wanted[entry["row_id"]] = entry["hash"]
     ids, hashes = rows["row_id"][:], rows["hash"][:]
@@ -256,6 +265,9 @@ def keep_rows(rows, file):
                             f"have {hashes[p]}: the ranking belongs to other data")
     if not positions:
         raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
+    if len(positions) < len(wanted):
+        print(f"warning: {len(wanted) - len(positions)} of the {len(wanted)} rows that {file} "
+              "keeps are not among the lower rows")
     return rows.select(positions)
 
 
@@ -411,6 +423,9 @@ def print_plan(args, levels, config, steps_per_epoch, total_steps):
     rows = {name: getattr(levels, name) for name in
             ("lower", "upper", "upper_heldout", "lower_heldout")}
     check_vocabulary(levels, config)
+    if not round(args.keep_fraction * len(levels.lower)):
+        raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the "
+                        f"{len(levels.lower)} lower rows")
     for name, part in rows.items():
         if part is None:
             continue
@@ -556,14 +571,14 @@ def rank_rows(scores):
     return ranks
 
 
-def row_scores(args, omega, masked, implicit):
+def row_scores(args, omega, masked, implicit, mask_is_ranked):
     """How good each row's original answer is, (N,): omega, where omega has judged it.
 
     implicit (N,): the implicit weight at the final model, None without scores. omega has judged a
     masked row's *new* answers, which any model finds likely; its original is judged by the implicit
     weight. Both become rank shares in the row's own group. Rows of a static mask are a random
-    sample, as good as the others; those of a dynamic one were the worst when they were masked and
-    come after them.
+    sample, as good as the others; those of a mask drawn by the weights were the worst when they
+    were masked and come after them.
     """
     if masked is None or args.masked == "original":
         return omega
@@ -572,7 +587,7 @@ def row_scores(args, omega, masked, implicit):
     for group in (masked, ~masked):
         ranks = rank_rows(scores[group])
         shares[group] = 1 - ranks.double() / (len(ranks) + 1)
-    if args.mask == "dynamic":
+    if mask_is_ranked:
         shares[masked] -= 1.0
     return shares
 
@@ -660,11 +675,12 @@ def selector_report(selector, out, epoch):
 
 
 def finish_run(args, out, model, levels, selector, base_losses, reference, masked=None,
-               curate=None, everything=None):
+               curate=None, everything=None, mask_is_ranked=False):
     """The ranking of every lower row, adapter, final metrics, one table and the RESULT line.
 
     curate(ranks, kept) writes the curated set of an online run and returns more metrics.
-    everything: all lower rows, when the run trained on some of them.
+    everything: all lower rows, when the run trained on some of them. mask_is_ranked: the masked
+    rows are those that the weights put last.
     """
     lower = levels.lower
     weights = selector.weights().cpu()
@@ -687,7 +703,8 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
             implicit = scores["corrected"] = args.correction * attainable - final_losses
             extra["attainable_loss"] = attainable
     if args.method in ("bds", "online"):
-        scores = {"weight": row_scores(args, selector.logits.cpu(), masked, implicit)} | scores
+        scores = {"weight": row_scores(args, selector.logits.cpu(), masked, implicit,
+                                       mask_is_ranked)} | scores
     for key, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{out}: {key} under the final model is {value}; lower --lr and start "
@@ -714,7 +731,9 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
         return
     loading.save_adapter(model, out / "adapter")
     if args.merge:
-        loading.save_pretrained(model.merge_and_unload(), out / "merged")
+        name = str(toy.MODEL) if args.toy else args.model
+        loading.save_pretrained(model.merge_and_unload(), out / "merged",
+                                loading.load_tokenizer(name))
     if labels:
         print_label_table(labels, scores)
     print(table(["metric", "value"], [[key, value] for key, value in result.items()

@@ -41,9 +41,12 @@ def load_config(name):
 
     _from_hub(name)
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
+    if config.is_encoder_decoder:
+        raise UserError(f"{name}: an encoder-decoder model; these scripts train decoders")
+    return config
 
 
 def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
@@ -104,7 +107,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
 
-    The adapter is float32 whatever the base is. Draws from torch's global generator.
+    An adapter of a folder keeps its own rank, alpha and layers; its dropout is switched off. Every
+    adapter is float32 whatever the base is. Draws from torch's global generator.
     """
     import peft
 
@@ -118,9 +122,18 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
             task_type="CAUSAL_LM"))
+    config = model.peft_config["default"]
+    if (config.peft_type != "LORA" or config.use_dora or config.modules_to_save
+            or config.bias != "none"):
+        raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, biases "
+                        "or modules_to_save); merge it and give the result as --model")
+    config.lora_dropout = 0.0  # the twin's too: log-probs are functions of theta alone
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints in training mode only; dropout is off anyway
+        model.train()  # transformers checkpoints in training mode only
     return model
 
 
@@ -194,12 +207,14 @@ def save_adapter(model, folder):
     save_pretrained(model, folder, selected_adapters=["default"])
 
 
-def save_pretrained(model, folder, **options):
-    """`model.save_pretrained`, in place at once or not at all."""
+def save_pretrained(model, folder, tokenizer=None, **options):
+    """`model.save_pretrained`, and the tokenizer's, in place at once or not at all."""
     partial = Path(folder).with_name(f".{Path(folder).name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     except BaseException as error:

@@ -176,7 +176,7 @@ def main(argv=None):
         weights = selector.weights(lower_rows)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
-        for group in theta_optimizer.param_groups:
+        for group in (g for optimizer in optimizers.values() for g in optimizer.param_groups):
             group["lr"] = common.learning_rate(args, step, total_steps)
         upper_losses, lower_losses, grad_norm = descend(
             args, model, theta, theta_optimizer, upper_batch, lower_batch, weights, rho,

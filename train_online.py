@@ -210,10 +210,10 @@ def new_mask(args, selector, before, refresh):
     generator = torch.Generator().manual_seed(
         int(utils.content_hash(str(args.seed), "mask", str(refresh)), 16) >> 1)
     if args.mask == "static":
-        return before if before is not None else static_mask(
+        return before if before.any() else static_mask(
             len(selector.logits), args.ratio_masked, generator)
     mask = dynamic_mask(selector.logits, args.ratio_masked, generator)
-    return mask | before if args.sticky_mask and before is not None else mask
+    return mask | before if args.sticky_mask else mask
 
 
 def main(argv=None):
@@ -236,6 +236,16 @@ def main(argv=None):
     steps_per_epoch = math.ceil(num_rows / args.batch)
     total_steps = steps_per_epoch * args.epochs
     num_masked = round(args.ratio_masked * num_rows)
+    if args.first_refresh >= total_steps:
+        raise UserError(f"--first-refresh {args.first_refresh}: the run has {total_steps} steps, "
+                        "so no row would ever be masked")
+    # Drawn before the first step, when all weights are equal, a dynamic mask is a random one.
+    last_refresh = (total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
+    mask_is_ranked = args.mask == "dynamic" and args.first_refresh + last_refresh > 0
+    if args.mask == "dynamic" and not mask_is_ranked:
+        print("warning: --mask dynamic: the only refresh is before the first step, when all "
+              "weights are equal, so the mask is a random one; make --k-gen smaller than "
+              f"{total_steps}")
     if num_masked == 0:
         raise UserError(f"--ratio-masked {args.ratio_masked}: of {num_rows} rows none is masked")
     common.print_plan(args, levels, config, steps_per_epoch, total_steps)
@@ -269,7 +279,8 @@ def main(argv=None):
     out = utils.open_run(args.out, common.run_config(args, levels, device, model.dtype),
                          args.resume, common.FREE_TO_CHANGE)
     state = utils.load_checkpoint(out, model)
-    step, mask, buffer, num_answers = 0, None, {}, 0
+    step, buffer, num_answers = 0, {}, 0
+    mask = torch.zeros(num_rows, dtype=torch.bool)
     if state is not None:
         step, mask, num_answers = state["step"], state["mask"], state["num_answers"]
         buffer = {position: Answers(*answers) for position, answers in state["buffer"].items()}
@@ -290,10 +301,9 @@ def main(argv=None):
 
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
         refresh, since = divmod(step - args.first_refresh, args.k_gen)
-        if mask is None or (since == 0 and refresh >= 0):
-            before, mask = mask, new_mask(args, selector, mask, max(refresh, 0))
-            metrics["mask_churn"] = 1.0 if before is None else (
-                float((mask & ~before).sum() / mask.sum()))
+        if since == 0 and refresh >= 0:
+            before, mask = mask, new_mask(args, selector, mask, refresh)
+            metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
         if since == 0 and refresh >= 0 and args.masked == "generate":
             coming = mask.nonzero().flatten().tolist()
             if args.generate == "window":
@@ -319,7 +329,7 @@ def main(argv=None):
         upper_batch = data.take(upper, upper_rows)
         masked = mask[lower_rows]
         lower_batch = [
-            Answers([]) if is_masked and args.masked == "drop" and refresh >= 0 else
+            Answers([]) if is_masked and args.masked == "drop" else
             buffer[p] if is_masked and p in buffer else Answers([row])
             for p, row, is_masked in zip(lower_rows.tolist(), data.take(lower, lower_rows),
                                          masked.tolist(), strict=True)]
@@ -327,7 +337,7 @@ def main(argv=None):
         weights = selector.weights(lower_rows)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        for group in theta_optimizer.param_groups:
+        for group in (g for optimizer in optimizers.values() for g in optimizer.param_groups):
             group["lr"] = common.learning_rate(args, step, total_steps)
         upper_losses, plain_losses, lower_losses, used, num_clamped, grad_norm = descend(
             args, model, theta, theta_optimizer, upper_batch, lower_batch, weights, rho,
@@ -389,7 +399,8 @@ def main(argv=None):
         return {"answers_generated": num_answers} | curate.curated_set(
             args, out, model, levels, tokenizer, selector, mask, buffer, end_ids, ranks, kept)
 
-    common.finish_run(args, out, model, levels, selector, base_losses, reference, mask, curated)
+    common.finish_run(args, out, model, levels, selector, base_losses, reference, mask, curated,
+                      mask_is_ranked=mask_is_ranked)
 
 
 def mean_answer_losses(model, lower_batch):

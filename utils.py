@@ -53,6 +53,8 @@ def run(main):
     Of several processes the first that fails prints. One whose partner is gone ends with exit code
     1 and one line.
     """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that a row has
     try:
         main()
     except UserError as error:

@@ -136,6 +136,8 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     bad("keeps none of the 12 lower rows", keep=keep)
     write_rows(keep, [entry, {"row_id": 1}])
     bad(r"ranking\.jsonl line 2: no 'hash'", keep=keep)
+    write_rows(keep, [entry | {"kept": "false"}])
+    bad(r"ranking\.jsonl line 1: row_id must be a whole number, and kept true or false", keep=keep)
     keep.write_text('{"row_id": 1,\n')
     bad(r"ranking\.jsonl line 1: not valid JSON", keep=keep)
     keep.write_text("3\n")
@@ -164,7 +166,14 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     ({"save_every": 0}, "--save-every 0"),
     ({"lower_limit": -1}, "limit -1"),
     ({"heldout_rows": -3, "upper_heldout": None}, "heldout|held-out|hold out"),
+    ({"heldout_rows": 0, "upper_heldout": None}, "--heldout-rows 0: must be 1 or more"),
     ({"keep_fraction": 2}, r"--keep-fraction 2\.0: must lie in \(0, 1\]"),
+    ({"keep_fraction": 0.01}, r"--keep-fraction 0\.01: keeps none of the 12 lower rows"),
+    ({"dpo_beta": -1}, r"--dpo-beta -1\.0: must be a finite number above 0"),
+    ({"dpo_beta": "nan"}, "--dpo-beta nan"),
+    ({"method": "sft", "rank_by": "corrected"}, "--rank-by corrected: needs bilevel training"),
+    ({"method": "sft", "upper": None, "upper_heldout": None, "upper_loss": "dpo"},
+     "--upper-loss dpo: needs preference pairs as --upper"),
     ({"keep_fraction": "nan"}, "--keep-fraction nan"),
     ({"lr": "nan"}, "--lr nan: must be a finite number"),
     ({"lr": -1}, r"--lr -1\.0: must be a finite number, 0 or more"),
@@ -250,6 +259,13 @@ def test_broken_models(bad, broken, edit, message):
     bad(message, model=broken(edit))
 
 
+def test_an_encoder_decoder_model(bad, broken):
+    def t5(folder):
+        (folder / "config.json").write_text('{"model_type": "t5"}')
+
+    bad("model: an encoder-decoder model; these scripts train decoders", model=broken(t5))
+
+
 def test_weights_that_do_not_fit_the_config(bad, broken):
     def wider(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -293,6 +309,21 @@ def test_broken_adapters(bad, tmp_path, adapters):
     truncate(short / "adapter_model.safetensors")
     bad("short: not a LoRA adapter for this model", adapter=short)
     bad("not a LoRA adapter for this model", adapter=adapters["neox"])
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"},
+                                     {"modules_to_save": ["lm_head"]}, None],
+                         ids=["DoRA", "bias", "modules_to_save", "IA3"])
+def test_adapters_that_are_not_plain_lora(bad, tmp_path, folders, options):
+    """Checkpoints and generation know A and B alone."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    config = peft.IA3Config(task_type="CAUSAL_LM") if options is None else peft.LoraConfig(
+        r=2, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    base = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "other")
+    bad("other: only plain LoRA adapters are trained further", adapter=tmp_path / "other")
 
 
 # --- folders and disks ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import (
     ROOT,
+    copy_tree,
     flags,
     listing,
     make_rows,
@@ -516,6 +517,7 @@ def test_held_out_losses_are_those_of_the_final_model(train, files, folders):
     model = peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folders["llama"]), run.out / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(run.out / "merged")
+    assert AutoTokenizer.from_pretrained(run.out / "merged").get_vocab() == tokenizer.get_vocab()
     base = AutoModelForCausalLM.from_pretrained(folders["llama"])
     losses = {}
     with torch.no_grad():
@@ -553,6 +555,38 @@ def test_cosine_schedule_and_constant(train, files):
         [1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
     constant = train(paths, out="constant", batch=2, epochs=1, lr=1e-3, skip_scores=True)
     assert [step["lr"] for step in constant.metrics] == [1e-3] * 4
+
+
+def test_theta_hat_follows_the_schedule(train, files):
+    """The correction compares two models of the same step size."""
+    run = train(files(lower=8, upper=8), batch=4, epochs=2, schedule="cosine", save_every=3,
+                correction=0.5)
+    state = torch.load(run.out / "checkpoints/step_00000003/state.pt", weights_only=True)
+    rates = [state[name]["param_groups"][0]["lr"] for name in ("theta", "theta_hat")]
+    assert rates[0] == rates[1] == pytest.approx(2e-4 * 0.5)  # k = 2 of 4
+
+
+def test_an_adapters_dropout_is_off(train, online, files, adapters, tmp_path):
+    """At rate zero nothing changes: neither a loss nor a ratio may move."""
+    dropping = copy_tree(adapters["llama"], tmp_path / "dropping")
+    file = dropping / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.5}))
+    paths = files(lower=8, upper=6)
+    run = train(paths, adapter=dropping, lr=0, batch=4, epochs=1)
+    assert run.result["upper_heldout"] == run.result["base/upper_heldout"]
+    run = online(paths, out="online", adapter=dropping, lr=0, batch=4, epochs=1, ratio_masked=0.5,
+                 correction=0.5, gradient_checkpointing=True)
+    ratios = [step["ratio_mean"] for step in run.metrics if step["ratio_mean"] is not None]
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4) and ratios
+
+
+def test_kept_rows_that_are_not_there_are_counted(train, files, tmp_path):
+    paths = files(lower=8, upper=6)
+    ranking = train(paths, out="all", keep_fraction=1).out / "weights.jsonl"
+    lower = tmp_path / "fewer.jsonl"
+    write_rows(lower, read_rows(paths["lower"])[:5])
+    text = train(paths | {"lower": lower}, out="fewer", method="sft", keep=ranking).text
+    assert "warning: 3 of the 8 rows that" in text
 
 
 def test_gradient_checkpointing_changes_nothing(train, files):
