@@ -190,8 +190,10 @@ def main(argv=None):
                 coefficients, _ = row_losses(model, lower, lower_rows)
             if args.correction:                                                      # deviation 7
                 with loading.adapter(model, "theta_hat"):
-                    descend(args, model, theta_hat, hat_optimizer, [], lower_batch, weights, 1.0)
-                    attainable, _ = row_losses(model, lower, lower_rows)
+                    _, attainable, _ = descend(args, model, theta_hat, hat_optimizer, [],
+                                               lower_batch, weights, 1.0)
+                    if args.omega_loss == "next":
+                        attainable, _ = row_losses(model, lower, lower_rows)
                 coefficients = coefficients - args.correction * attainable.to(coefficients)
             common.check_finite(coefficients.sum(), coefficients, lower_rows, levels.lower, step,
                                 out)

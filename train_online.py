@@ -350,9 +350,10 @@ def main(argv=None):
             coefficients = mean_answer_losses(model, lower_batch)
         if args.correction and present.any():                            # deviations 7 and 13
             with loading.adapter(model, "theta_hat"):
-                descend(args, model, theta_hat, hat_optimizer, [], lower_batch, weights, 1.0,
-                        use_ratio=False)
-                attainable = mean_answer_losses(model, lower_batch)
+                _, attainable, *_ = descend(args, model, theta_hat, hat_optimizer, [], lower_batch,
+                                            weights, 1.0, use_ratio=False)
+                if args.omega_loss == "next":
+                    attainable = mean_answer_losses(model, lower_batch)
             coefficients = coefficients - args.correction * attainable.to(coefficients)
         common.check_finite(coefficients.sum(), coefficients, lower_rows, levels.lower, step, out)
         if present.any():  # a dropped row has no loss; the others keep their share 1 / B

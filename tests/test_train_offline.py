@@ -566,6 +566,18 @@ def test_theta_hat_follows_the_schedule(train, files):
     assert rates[0] == rates[1] == pytest.approx(2e-4 * 0.5)  # k = 2 of 4
 
 
+def test_both_losses_of_the_correction_are_of_the_same_step(train, online, files, adapters):
+    """theta and theta_hat start equal: at theta^k and A = 1 the first step leaves omega at zero."""
+    options = {"adapter": adapters["llama"], "lr": 1e-2, "omega_lr": 5, "batch": 8, "epochs": 1,
+               "correction": 1}
+    for run, name in ((train, "offline"), (online, "online")):
+        paths = files(lower=8, upper=6)
+        now = run(paths, out=name, omega_loss="current", **options).out
+        assert load_file(now / "weights/epoch_1.safetensors")["omega"].abs().max() < 1e-6
+        after = run(paths, out=f"{name}-next", **options).out
+        assert load_file(after / "weights/epoch_1.safetensors")["omega"].abs().max() > 1e-4
+
+
 def test_an_adapters_dropout_is_off(train, online, files, adapters, tmp_path):
     """At rate zero nothing changes: neither a loss nor a ratio may move."""
     dropping = copy_tree(adapters["llama"], tmp_path / "dropping")
