@@ -5,6 +5,7 @@ pair is judged in both orders, because judges favour a position; verdicts are ke
 """
 
 import concurrent.futures
+import http.client
 import json
 import random
 import re
@@ -40,6 +41,9 @@ FILLER = {"the", "answer", "option", "response", "verdict", "better", "best", "i
           "i", "would", "say", "choose", "pick", "prefer", "my", "wins"}
 
 
+BROKEN = (OSError, http.client.HTTPException)  # timeouts and refused connections are OSError
+
+
 class Endpoint:
     """A judge behind an OpenAI-compatible /chat/completions address; the standard library only."""
 
@@ -63,29 +67,40 @@ class Endpoint:
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as reply:
                     text = json.loads(reply.read())["choices"][0]["message"]["content"] or ""
-                preference = parse_verdict(text)
+                preference = parse_verdict(text) if isinstance(text, str) else None
                 if preference is not None:
                     return preference, text
-                problem = f"unreadable verdict {text[:60]!r}"
+                problem = f"unreadable verdict {str(text)[:60]!r}"
             except urllib.error.HTTPError as error:
-                detail = " ".join(error.read(300).decode("utf-8", "replace").split())
-                problem = f"HTTP {error.code} {detail}"
+                problem = f"HTTP {error.code} {detail_of(error)}"
                 if error.code in (401, 403, 404):
                     raise UserError(f"{self.url}: the judge refuses every question ({problem}); "
                                     "check the key, the address and the judge's name") from None
                 if error.code != 429 and error.code < 500:
                     return None, problem  # this question is refused; asking again would not help
                 header = error.headers.get("Retry-After", "")
-                pause = min(float(header), 300.0) if re.fullmatch(r"[\d.]+", header) else pause
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"  # timeouts and connections are OSError
+                pause = min(float(header), 300.0) if re.fullmatch(r"\d+(\.\d+)?", header) \
+                    else pause
+            except (*BROKEN, ValueError, KeyError, IndexError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
             if attempt < self.retries:
                 time.sleep(pause)
         return None, problem
 
 
+def detail_of(error):
+    """What the body of an HTTPError says, on one line; nothing when it stalls or is cut short."""
+    try:
+        return " ".join(error.read(300).decode("utf-8", "replace").split())
+    except BROKEN:
+        return ""
+
+
 class LocalJudge:
-    """A local model as judge: its probability of "B" against "A" as the next token."""
+    """A local model as judge: its probability of "B" against "A" as its reply.
+
+    Scored at the first token in which the two differ: a space in front may be a token of its own.
+    """
 
     def __init__(self, name, device="auto"):
         self.name = name
@@ -101,11 +116,17 @@ class LocalJudge:
                 add_generation_prompt=True), ("A", "B")
         else:
             text, letters = f"User: {question}\nAssistant:", (" A", " B")
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        room = getattr(self.model.config, "max_position_embeddings", None) or 2**31
+        both = [self.tokenizer(text + letter, add_special_tokens=False)["input_ids"]
+                for letter in letters]
+        place = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), None)
+        if place is None:
+            raise UserError(f"{self.name}: its tokenizer does not tell the replies A and B apart; "
+                            "choose another judge")
+        ids, (a, b) = both[0][:place], (tokens[place] for tokens in both)
+        config = self.model.config.get_text_config()
+        room = getattr(config, "max_position_embeddings", None) or 2**31
         if len(ids) > room:
             return None, f"{len(ids)} tokens are more than the judge's context of {room}"
-        a, b = (self.tokenizer(x, add_special_tokens=False)["input_ids"][0] for x in letters)
         with self.lock, torch.no_grad():
             logits = self.model(torch.tensor([ids], device=self.model.device),
                                 use_cache=False).logits[0, -1].double()

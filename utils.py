@@ -61,7 +61,8 @@ def run(main):
         sys.exit(_fail(str(error)))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG,
-                               errno.EDQUOT, errno.ENOTDIR, errno.EISDIR):
+                               errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENOENT,
+                               errno.EEXIST):
             sys.stderr = sys.__stderr__
             raise
         sys.exit(_fail(f"{error.filename or 'a file'}: {error.strerror}; free space or choose "

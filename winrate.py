@@ -36,8 +36,11 @@ from utils import UserError
 
 # --- files ----------------------------------------------------------------------------------------
 
+TEXT, NUMBER = (str, "text"), ((int, float, type(None)), "a number or null")
+
+
 def read_list(path, needed):
-    """Rows of a json list or a jsonl file, each with the `needed` keys."""
+    """Rows of a json list or a jsonl file, each with the `needed` keys: text, and a preference."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -45,19 +48,31 @@ def read_list(path, needed):
         raise UserError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    if text.lstrip()[:1] == "[":
-        try:
-            rows = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{path}: not valid JSON ({error})") from None
-    else:
-        rows = utils.read_jsonl(path)
+    rows = parse_list(path, text)
     for number, row in enumerate(rows, 1):
-        missing = [k for k in needed if not isinstance(row, dict) or k not in row]
-        if missing:
-            raise UserError(f"{path} row {number}: no {missing[0]!r}; needed: {', '.join(needed)}")
+        for key in needed:
+            if not isinstance(row, dict) or key not in row:
+                raise UserError(f"{path} row {number}: no {key!r}; needed: {', '.join(needed)}")
+            known, what = NUMBER if key == "preference" else TEXT
+            if not isinstance(row[key], known):
+                raise UserError(f"{path} row {number}: {key!r} must be {what}, not "
+                                f"{json.dumps(row[key])[:40]}; correct or remove the row")
     if not rows:
         raise UserError(f"{path}: holds no rows")
+    return rows
+
+
+def parse_list(path, text):
+    """What a json list or the lines of a jsonl file hold."""
+    parts = [(path, text)] if text.lstrip()[:1] == "[" else [
+        (f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = []
+    for place, part in parts:
+        try:
+            found = json.loads(part)
+        except ValueError as error:
+            raise UserError(f"{place}: not valid JSON ({error})") from None
+        rows += found if isinstance(found, list) else [found]
     return rows
 
 
@@ -66,7 +81,34 @@ def read_prompts(path):
     rows = read_list(path, ())
     key = "instruction" if isinstance(rows[0], dict) and "instruction" in rows[0] else "prompt"
     rows = read_list(path, (key,))
-    return [f"{row[key]}\n{row['input']}" if row.get("input") else str(row[key]) for row in rows]
+    return [f"{row[key]}\n{row['input']}" if row.get("input") else row[key] for row in rows]
+
+
+def read_gamed(path):
+    """Rows of AlpacaEval's df_gamed.csv, numbers only."""
+    columns = ("index", "instruction_difficulty", "std_delta_len", "preference")
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [{key: float(row[key]) for key in columns} for row in csv.DictReader(file)]
+    except OSError as error:
+        raise UserError(f"--gamed {path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError, csv.Error):
+        raise UserError(f"--gamed {path}: not AlpacaEval's df_gamed.csv; it needs numbers in the "
+                        f"columns {', '.join(columns)}") from None
+    if not rows:
+        raise UserError(f"--gamed {path}: holds no rows")
+    return rows
+
+
+def make_folder_of(flag, path):
+    """Make the folder of a file to be written, before the work whose result it will hold."""
+    if Path(path).is_dir():
+        raise UserError(f"{flag} {path}: is a folder; name a file")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: the folder {Path(path).parent} cannot be made "
+                        f"({error.strerror}); choose another {flag}") from None
 
 
 def write_list(path, rows):
@@ -97,18 +139,19 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     from generate import generate
 
     rows = [{"prompt": p, "response": "."} for p in prompts]
-    context = getattr(model.config, "max_position_embeddings", None) or 2**31
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
         found, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
-                                  max_length=context, max_prompt=context, cache_dir=folder)
+                                  max_length=2**31, max_prompt=2**31, cache_dir=folder)
         encoded = {row["row_id"]: curate.prompt_of(row) for row in found}
         ends = curate.end_tokens(found, tokenizer)
-    longest = max(len(tokens) for tokens in encoded.values())
-    if longest + max_new_tokens > context:
-        raise UserError(f"--max-new-tokens {max_new_tokens}: behind the longest prompt of "
-                        f"{longest} tokens it exceeds the model's context of {context}")
+    longest = max(encoded, key=lambda i: len(encoded[i]))
+    if len(encoded[longest]) + max_new_tokens > context:
+        raise UserError(f"row {longest + 1} of the prompts: its {len(encoded[longest])} tokens and "
+                        f"--max-new-tokens {max_new_tokens} exceed the model's context of "
+                        f"{context}; lower --max-new-tokens or shorten the prompt")
     written = generate(model, list(encoded.values()), [f"{seed} {i}" for i in encoded],
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
                        batch_size=batch_size, label="answers")
@@ -184,19 +227,25 @@ def length_controlled(annotations, gamed, strength=0.2):
     Preference on tanh of the standardised length difference (reference minus model), instruction
     difficulty and a constant; then the prediction at equal lengths. gamed: rows of df_gamed.csv
     (index, instruction_difficulty, std_delta_len, preference in [0, 1]); they weigh strength / 2.
-    annotations must follow AlpacaEval's order of instructions: row i has index i.
+    annotations must follow AlpacaEval's order of instructions: row i has index i, and all are
+    there; one that was not judged has the preference None or NaN.
     """
     import torch
 
     difficulty = {int(float(r["index"])): float(r["instruction_difficulty"]) for r in gamed}
-    if not set(range(len(annotations))) <= difficulty.keys():
-        raise UserError(f"the table of difficulties has no row for some of the {len(annotations)} "
-                        "instructions; it belongs to another set of instructions")
+    unique = {str(a.get("instruction", i)) for i, a in enumerate(annotations)}
+    if not difficulty.keys() == set(range(len(annotations))) == set(range(len(unique))):
+        raise UserError(f"{len(annotations)} annotations of {len(unique)} instructions do not fit "
+                        f"{len(difficulty)} difficulties; the table is of another set of "
+                        "instructions, or not every one is annotated once, in the table's order")
+    if len(annotations) < 2:
+        raise UserError("one annotation has no spread of lengths; judge more, or leave out --gamed")
     delta = torch.tensor([len(a["output_1"]) - len(a["output_2"]) for a in annotations]).double()
     # A missing preference counts in the standardisation and not in the fit, as in AlpacaEval.
     own = torch.tensor([[delta[i], difficulty[i], 1.0] for i in range(len(annotations))]).double()
-    own[:, 0] = torch.tanh(delta / delta.std())
-    known = [i for i, a in enumerate(annotations) if a["preference"] is not None]
+    own[:, 0] = torch.tanh(delta / delta.std().clamp_min(1e-9))  # 0 when all are of equal length
+    known = [i for i, a in enumerate(annotations)
+             if a["preference"] is not None and a["preference"] == a["preference"]]
     other = torch.tensor([[math.tanh(float(r["std_delta_len"])), float(r["instruction_difficulty"]),
                            0.0] for r in gamed]).double()
     y = [(1.5 if annotations[i]["preference"] == 0 else annotations[i]["preference"]) - 1
@@ -215,25 +264,16 @@ def rate(args):
     rows = read_list(args.annotations, ("generator_2", "preference"))
     models, cells, results = {}, [], {}
     for row in rows:
-        models.setdefault((row["generator_2"], row.get("generator_1", "reference")), []).append(row)
-    gamed = None
-    if args.gamed:
-        try:
-            with open(args.gamed, newline="") as file:
-                gamed = list(csv.DictReader(file))
-        except OSError as error:
-            raise UserError(f"--gamed {args.gamed}: {error.strerror}") from None
-        if not gamed or not {"index", "instruction_difficulty", "std_delta_len",
-                             "preference"} <= gamed[0].keys():
-            raise UserError(f"--gamed {args.gamed}: not AlpacaEval's df_gamed.csv")
-        for key in ("output_1", "output_2"):
-            if key not in rows[0]:
-                raise UserError(f"{args.annotations}: no {key!r}; the length-controlled win rate "
-                                "needs the answers, not the preferences alone")
+        reference = str(row.get("generator_1", "reference"))
+        models.setdefault((row["generator_2"], reference), []).append(row)
+    gamed = args.gamed and read_gamed(args.gamed)
+    if gamed:  # the length-controlled win rate needs the answers, not the preferences alone
+        read_list(args.annotations, ("output_1", "output_2"))
+    names = [model for model, _ in models]
     for (model, reference), own in models.items():
         figures = win_rate([row["preference"] for row in own])
         figures["length_controlled_winrate"] = length_controlled(own, gamed) if gamed else None
-        results[model] = figures
+        results[model if names.count(model) == 1 else f"{model} against {reference}"] = figures
         cells.append([model, reference, *(figures[k] for k in (
             "win_rate", "standard_error", "length_controlled_winrate", "discrete_win_rate",
             "n_wins", "n_draws", "n_wins_base", "n_total", "n_missing"))])
@@ -338,6 +378,9 @@ def main(argv=None):
     for name in ("retries", "parallel", "max_new_tokens"):
         if getattr(args, name, 1) < (name != "retries"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: is too small")
+    for name in ("out", "cache"):
+        if getattr(args, name, None):
+            make_folder_of(f"--{name}", getattr(args, name))
     args.call(args)
 
 

@@ -7,12 +7,14 @@ import math
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, make_tokenizer
 
 import judge
+import utils
 import winrate
 from utils import UserError
 
@@ -76,10 +78,17 @@ def test_eq_length_controlled_removes_a_planted_length_bias():
              for i, d in enumerate(difficulty.tolist()) for s in (-1.0, 1.5)]
     expected = 100 * torch.sigmoid(0.7 * difficulty - 0.5).mean().item()
     assert winrate.length_controlled(annotations, gamed) == pytest.approx(expected, abs=1e-6)
-    annotations[3]["preference"] = None
-    assert winrate.length_controlled(annotations, gamed) == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(UserError, match="another set of instructions"):
-        winrate.length_controlled(annotations, gamed[:100])
+    for missing in (None, math.nan):
+        annotations[3]["preference"] = missing
+        assert winrate.length_controlled(annotations, gamed) == pytest.approx(expected, abs=1e-6)
+    twice = [a | {"instruction": str(max(i, 1))} for i, a in enumerate(annotations)]
+    for own, table in ((annotations, gamed[:100]), (annotations[:-1], gamed), (twice, gamed)):
+        with pytest.raises(UserError, match="another set of instructions"):
+            winrate.length_controlled(own, table)
+    with pytest.raises(UserError, match="one annotation"):
+        winrate.length_controlled(annotations[:1], gamed[:2])
+    equal = [{"output_1": "x", "output_2": "y", "preference": 1.5}] * 2
+    assert 0 < winrate.length_controlled(equal, gamed[:4]) < 100
 
 
 def test_rate_command(tmp_path, capfd, refused):
@@ -94,6 +103,80 @@ def test_rate_command(tmp_path, capfd, refused):
                              (["a.json", "--gamed", str(tmp_path / "no.csv")], "no.csv")):
         assert words in refused(lambda a=arguments: winrate.main(
             ["rate", str(tmp_path / a[0]), *a[1:]]))
+    (tmp_path / "c.json").write_text(json.dumps([*rows, rows[0] | {"preference": "x"}]))
+    assert "row 5: 'preference' must be a number or null, not \"x\"" in refused(
+        lambda: winrate.main(["rate", str(tmp_path / "c.json")]))
+    (tmp_path / "d.json").write_text(json.dumps([rows[0] | {"generator_2": ["m"]}]))
+    assert "row 1: 'generator_2' must be text" in refused(
+        lambda: winrate.main(["rate", str(tmp_path / "d.json")]))
+
+
+def test_rate_of_a_model_against_two_references(tmp_path, capfd):
+    rows = [{"generator_1": "base", "generator_2": "m", "preference": 1},
+            {"generator_1": "other", "generator_2": "m", "preference": 2},
+            {"generator_1": "base", "generator_2": "n", "preference": 2}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    winrate.main(["rate", str(tmp_path / "a.json")])
+    result = json.loads(capfd.readouterr().out.split("RESULT ")[1])
+    assert {name: figures["win_rate"] for name, figures in result.items()} == {
+        "m against base": 0, "m against other": 100, "n": 100}
+
+
+def test_rate_reads_alpaca_evals_table_of_difficulties(tmp_path, capfd, refused):
+    annotations, table = tmp_path / "a.json", tmp_path / "gamed.csv"
+    rows = [{"instruction": str(i), "output_1": "x" * (i + 1), "output_2": "y", "generator_2": "m",
+             "preference": p} for i, p in enumerate((1.2, 1.6, math.nan, 1.9))]
+    annotations.write_text(json.dumps(rows))
+    lines = ["index,instruction_difficulty,std_delta_len,preference",
+             *(f"{i}.0,{i / 4},{s},{0.4 + i / 10}" for i in range(4) for s in (-1, 1))]
+    call = ["rate", str(annotations), "--gamed", str(table)]
+    table.write_text("\n".join(lines), encoding="utf-8-sig")
+    winrate.main(call)
+    figures = json.loads(capfd.readouterr().out.split("RESULT ")[1])["m"]
+    assert 0 < figures["length_controlled_winrate"] < 100 and figures["n_missing"] == 1
+    for text in ("\n".join(lines).replace("0.25", "much"), "a,b\n1,2"):
+        table.write_text(text)
+        assert "not AlpacaEval's df_gamed.csv" in refused(lambda: winrate.main(call))
+    table.write_text(lines[0])
+    assert "holds no rows" in refused(lambda: winrate.main(call))
+    table.write_text("\n".join(lines))
+    del rows[2]["output_1"]
+    annotations.write_text(json.dumps(rows))
+    assert "row 3: no 'output_1'" in refused(lambda: winrate.main(call))
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    rows = [{"prompt": "red"}, {"prompt": "blue\u2028green"}]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    for name, text in (("p.json", json.dumps(rows)), ("p.jsonl", lines)):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert winrate.read_prompts(tmp_path / name) == ["red", "blue\u2028green"]
+    (tmp_path / "p.jsonl").write_text(lines + "\n{", encoding="utf-8-sig")
+    with pytest.raises(UserError, match=r"p\.jsonl line 4: not valid JSON"):
+        winrate.read_prompts(tmp_path / "p.jsonl")
+
+
+def test_folders_are_made_before_the_work(tmp_path, monkeypatch, refused):
+    for command in ("generate_outputs", "judge_outputs"):
+        monkeypatch.setattr(winrate, command, lambda args: None)
+    out = tmp_path / "a" / "b" / "x.json"
+    winrate.main(["generate", "m", "--prompts", "p", "--out", str(out)])
+    judging = ["judge", "o", "--reference", "r", "--out", str(out)]
+    winrate.main([*judging, "--cache", str(tmp_path / "c" / "x.jsonl")])
+    assert out.parent.is_dir() and (tmp_path / "c").is_dir() and not out.exists()
+    out.touch()
+    for flag, path, words in (("--out", out / "y.json", "cannot be made"),
+                              ("--out", out / "z" / "y.json", "cannot be made"),
+                              ("--cache", out / "y.json", "cannot be made"),
+                              ("--out", out.parent, "is a folder")):
+        line = refused(lambda f=flag, p=path: winrate.main([*judging, f, str(p)]))
+        assert f"{flag} {path}" in line and words in line
+
+
+def test_a_folder_that_disappears_is_one_line(tmp_path, refused):
+    assert "No such file" in refused(lambda: utils.write_atomic(tmp_path / "gone" / "x", ""))
+    (tmp_path / "x").touch()
+    assert "File exists" in refused((tmp_path / "x").mkdir)
 
 
 # --- the judge's loop -----------------------------------------------------------------------------
@@ -129,7 +212,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def reply(self, code, text, **headers):
         body = text.encode()
         self.send_response(code)
-        for name, value in {"Content-Length": len(body), **headers}.items():
+        for name, value in {"Content_Length": len(body), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         self.wfile.write(body)
@@ -147,12 +230,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     turn = server.turn[question]
                     server.turn[question] += 1
                     behaviour = behaviours[turn] if turn < len(behaviours) else "answer"
-        if behaviour == "429":
-            return self.reply(429, "slow down", Retry_After="0.01")
+        if behaviour in ("429", "429 odd"):
+            odd = behaviour == "429 odd"
+            return self.reply(429, "slow down", Retry_After="1.2.3" if odd else "0.01")
+        if behaviour == "stalled":
+            self.reply(500, "no", Content_Length=100)
+            return time.sleep(1)
+        if behaviour == "cut":
+            return self.reply(200, '{"choices": ', Content_Length=100)
+        if behaviour == "status":
+            return self.wfile.write(b"nonsense\r\n\r\n")
+        if behaviour == "list":
+            return self.reply(200, '{"choices": [{"message": {"content": ["A"]}}]}')
         if behaviour in ("500", "400", "401"):
             return self.reply(int(behaviour), "no")
         if behaviour == "hang":
-            return time.sleep(0.6)
+            return time.sleep(1)
         if behaviour == "garbage":
             return self.reply(200, "<html>not json")
         if behaviour == "shape":
@@ -192,7 +285,7 @@ def judged(tmp_path, monkeypatch, capfd):
                 [{"instruction": p[0], "output": p[side], "generator": name} for p in pairs]))
         winrate.main(["judge", str(tmp_path / "outputs.json"), "--reference",
                       str(tmp_path / "reference.json"), "--out", str(tmp_path / "out.json"),
-                      "--url", server.url, "--judge", "j", "--timeout", "0.3", "--wait", "0.01",
+                      "--url", server.url, "--judge", "j", "--timeout", "10", "--wait", "0.01",
                       "--retries", "2", *flags])
         return json.loads((tmp_path / "out.json").read_text()), capfd.readouterr().out
     return call
@@ -229,20 +322,22 @@ def test_a_judge_that_favours_a_position_says_tie():
     assert pairs[0]["preference"] == 1.5 and counts["asked"] == 2
 
 
-@pytest.mark.parametrize("trouble", ["429", "500", "hang", "garbage", "shape", "refuse"])
+@pytest.mark.parametrize("trouble", ["429", "429 odd", "500", "stalled", "hang", "cut", "status",
+                                     "garbage", "shape", "list", "refuse"])
 def test_trouble_is_retried_and_nothing_is_lost(serve, judged, trouble):
     """Two bad replies, then a good one: all is judged. More than the retries: asked again later."""
+    flags = ["--timeout", "0.5"] if trouble in ("hang", "stalled") else []
     server = serve(zebra=[trouble] * 2)
-    rows, text = judged(server, PAIRS)
+    rows, text = judged(server, PAIRS, *flags)
     assert [r["preference"] for r in rows] == [2, 1, 1.5, 1.5, 2] and " 0 failed" in text
     assert set(server.honest.values()) == {1} and len(server.honest) == 8
 
     server = serve(zebra=[trouble] * 3)
     changed = [(f"{i} again", a, b) for i, a, b in PAIRS]
-    rows, text = judged(server, changed)
+    rows, text = judged(server, changed, *flags)
     assert [r["preference"] for r in rows] == [None, 1, 1.5, 1.5, 2]
     assert "judged 4 of 5 pairs" in text and "2 failed" in text
-    rows, text = judged(server, changed)  # the same command again asks for the two alone
+    rows, text = judged(server, changed, *flags)  # the same command again asks for the two alone
     assert [r["preference"] for r in rows] == [2, 1, 1.5, 1.5, 2]
     assert "2 asked, 6 from the cache" in text and " 0 failed" in text
     assert set(server.honest.values()) == {1} and len(server.honest) == 8
@@ -304,6 +399,8 @@ def test_bad_input_of_judge(tmp_path, refused):
     assert "not valid JSON" in refused(call())
     other.write_text(json.dumps([{"instruction": "a"}]))
     assert "row 1: no 'output'" in refused(call())
+    other.write_text(json.dumps([{"instruction": ["a"], "output": "x"}]))
+    assert "r.json row 1: 'instruction' must be text, not [\"a\"]" in refused(call())
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -330,6 +427,28 @@ def test_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders, c
         assert row["output"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
+def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refused):
+    """Longer than the context of 128 tokens, or with no room left behind it; never left empty."""
+    for words, number in ((200, 7), (40, 120)):
+        (tmp_path / "p.json").write_text(json.dumps(
+            [{"prompt": "blue"}, {"prompt": " ".join(["red"] * words)}]))
+        line = refused(lambda n=number: winrate.main(
+            ["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.json"), "--out",
+             str(tmp_path / "o.json"), "--max-new-tokens", str(n)]))
+        assert re.search(rf"row 2 of the prompts: its \d+ tokens and --max-new-tokens {number} "
+                         "exceed the model's context of 128", line)
+
+
+def test_the_context_of_a_multimodal_model_is_its_text_models(folders, monkeypatch):
+    local = judge.LocalJudge(str(folders["llama"]), "cpu")
+    config = type(local.model.config)
+    monkeypatch.setattr(config, "get_text_config",
+                        lambda self, **_: SimpleNamespace(max_position_embeddings=9))
+    assert local("red " * 20)[0] is None and "context of 9" in local("red " * 20)[1]
+    with pytest.raises(UserError, match="context of 9;"):
+        winrate.respond(local.model, local.tokenizer, ["red " * 20], max_new_tokens=1)
+
+
 def test_base_and_adapter_of_a_run_differ(tmp_path, files, train, folders):
     run = train(files(), lr=0.3, epochs=1)
     (tmp_path / "p.jsonl").write_text("".join(
@@ -348,7 +467,11 @@ def test_base_and_adapter_of_a_run_differ(tmp_path, files, train, folders):
 
 
 def test_local_judge_is_the_probability_of_the_letters(tmp_path, folders, capfd):
-    """Preference of a pair = mean over orders of P(second), against a plain forward."""
+    """Preference of a pair = mean over orders of P(second), against a plain forward.
+
+    The tokenizer knows no " A": the space is a token of its own, and the letters follow it.
+    """
+    from tokenizers import normalizers
     from transformers import AutoModelForCausalLM
 
     for name, output in (("o", "red"), ("r", "stone river")):
@@ -363,14 +486,19 @@ def test_local_judge_is_the_probability_of_the_letters(tmp_path, folders, capfd)
     winrate.main([*flags, str(tmp_path / "long")])
     found = json.loads((tmp_path / "out.json").read_text())[0]["preference"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "long"), make_tokenizer()
-    a, b = (tokenizer(f" {letter}")["input_ids"][0] for letter in "AB")
+    a, b = (tokenizer(letter)["input_ids"][0] for letter in "AB")
+    assert tokenizer(" A")["input_ids"] == [*tokenizer(" ")["input_ids"], a] and a != b
     shares = []
     for first, second in (("stone river", "red"), ("red", "stone river")):
         question = judge.QUESTION.format(instruction="i", first=first, second=second)
-        ids = tokenizer(f"User: {question}\nAssistant:", return_tensors="pt")["input_ids"]
+        ids = tokenizer(f"User: {question}\nAssistant: ", return_tensors="pt")["input_ids"]
         with torch.no_grad():
             shares.append(torch.softmax(model(ids).logits[0, -1, [a, b]].double(), 0)[1].item())
-    assert found == pytest.approx(1 + (shares[0] + 1 - shares[1]) / 2, abs=1e-6)
+    assert found == pytest.approx(1 + (shares[0] + 1 - shares[1]) / 2, abs=1e-6) and found != 1.5
+    local = judge.LocalJudge(str(tmp_path / "long"), "cpu")
+    local.tokenizer.backend_tokenizer.normalizer = normalizers.Replace("B", "A")
+    with pytest.raises(UserError, match="does not tell the replies A and B apart"):
+        local("which?")
 
 
 def test_markdown_cells_hold_any_text():
