@@ -14,7 +14,9 @@ hits the right rows whatever was dropped before. Choices the paper leaves open, 
 4. OpenOrca's system prompt is dropped, as the authors do. A system message in a chat is kept: the
    chat template places it; the plain template puts it in front of the first user turn.
 5. Special-token strings inside user text become ordinary text; only the template writes control
-   tokens. An end marker at the very end of a response, as in FLAN, is cut: it is the EOS.
+   tokens. An end marker at the very end of a response, as in FLAN, is cut: it is the EOS. Which
+   strings are one depends on the tokenizer; `hash` does not, so a ranking made with one tokenizer
+   names the rows of another: it is taken with no marker but <|endoftext|> cut.
 """
 
 import csv
@@ -26,7 +28,7 @@ import random
 import re
 import shutil
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -35,11 +37,13 @@ import recipes
 from utils import UserError, content_hash, first_line, hub_answers, write_atomic
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 1  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 2  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
-MARK = 0xF0000  # first of the private-use characters that stand in for special-token strings
+ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
+# Stands in for special-token string number {}. Text never holds half a surrogate pair, see `_text`.
+MARK = "\ud800{}\udfff"
 CHAT_DATE = "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
 LAYOUTS = {  # the first whose columns are all there wins
     "prompt/chosen/rejected": ("prompt", "chosen", "rejected"),
@@ -157,12 +161,20 @@ def _read_json(path):
             yield place, row
 
 
+def _check_header(path, names):
+    """`UserError` for a name that two columns have; nameless ones, as spreadsheets write, pass."""
+    if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise UserError(f'{path}: {names.count(doubled[0])} columns are called "{doubled[0]}"; '
+                        "rename or remove all but one")
+
+
 def _read_csv(path):
     # Python's reader keeps every cell a string: an answer "007" must not become the number 7.
     csv.field_size_limit(2**31 - 1)
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
+            _check_header(path, reader.fieldnames or ())
             for row in reader:
                 place = f"{path} line {reader.line_num}"
                 if None in row or None in row.values():
@@ -177,8 +189,9 @@ def _read_parquet(path):
     import pyarrow.parquet
 
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=BATCH):
+        number, file = 0, pyarrow.parquet.ParquetFile(path)
+        _check_header(path, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=BATCH):
             for row in batch.to_pylist():
                 yield f"{path} row {number}", row
                 number += 1
@@ -277,7 +290,7 @@ def _messages(value, place):
         if not isinstance(message, dict):
             raise UserError(f"{here} must be an object, not {type(message).__name__}")
         role = message.get("role") or message.get("from")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
         content = message.get("content", message.get("value"))
         if isinstance(content, list):  # parts; only text can be trained on
@@ -404,15 +417,14 @@ def special_tokens(tokenizer):
 def make_encoder(tokenizer):
     """-> protect(text), encode(texts, continued) -> lists of token ids.
 
-    `protect` hides special-token strings of user text behind private-use characters; `encode`
-    turns those back into ordinary tokens, and special tokens the template wrote into control
-    tokens. `continued` texts follow other text: a tokenizer that puts a space in front of every
-    text (Llama 2, Mistral) must not put one there, so they are tokenised behind a newline that is
-    then cut off.
+    `protect` hides special-token strings of user text behind marks; `encode` turns those into
+    ordinary tokens, and special tokens that the template wrote into control tokens. `continued`
+    texts follow other text: a tokenizer that puts a space in front of every text (Llama 2, Mistral)
+    must not put one there, so they are tokenised behind a newline that is then cut off.
     """
     specials = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
     strings = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-    marks = re.compile(f"([{chr(MARK)}-{chr(MARK + len(specials))}])")
+    marks = re.compile(MARK.format(r"(\d+)"))
 
     def call(texts, literal):
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=literal,
@@ -430,17 +442,17 @@ def make_encoder(tokenizer):
                                      strict=True)]
 
     def encode(texts, continued):
-        ids = plain(texts, continued)
-        for number in (n for n, text in enumerate(texts) if marks.search(text)):
-            ids[number] = []
-            for piece in filter(None, marks.split(texts[number])):
-                literal = bool(marks.fullmatch(piece))
-                if literal and ord(piece) - MARK < len(specials):
-                    piece = specials[ord(piece) - MARK]
-                ids[number] += plain([piece], continued or bool(ids[number]), literal)[0]
+        split = [marks.split(text) for text in texts]  # text, number of a special, text ...
+        ids = plain([pieces[0] for pieces in split], continued)
+        for row, (_, *rest) in zip(ids, split, strict=True):
+            for place, piece in enumerate(rest):
+                literal = place % 2 == 0
+                if piece:
+                    row += plain([specials[int(piece)] if literal else piece],
+                                 continued or bool(row), literal)[0]
         return ids
 
-    return lambda text: strings.sub(lambda m: chr(MARK + specials.index(m[0])), text), encode
+    return lambda text: strings.sub(lambda m: MARK.format(specials.index(m[0])), text), encode
 
 
 def _tokenizer_hash(tokenizer):
@@ -473,6 +485,9 @@ def load_rows(source, tokenizer, *, name=None, split=None, columns=None, templat
     complete (not cut), and bad, kind where the source has them.
     """
     name = name or str(source)
+    if not str(source).strip():
+        raise UserError(f"{name}: the name of the source is empty, as a shell variable that is not "
+                        "set leaves it; give a file, a folder or a hub name")
     for value, flag in ((max_length, "max_length"), (max_prompt, "max_prompt"), (limit, "limit")):
         if value is not None and value < 1:
             raise UserError(f"{name}: {flag} {value}: it must be 1 or more")
@@ -535,14 +550,17 @@ def _build(read, path, tokenizer, *, name, columns, template, turns, side, max_l
     from datasets.arrow_writer import ArrowWriter
     from tqdm import tqdm
 
-    # One pass to count: for the time left, for the subset, and so that a broken line at the end
-    # of a large file is found before the hours of work and not after.
-    total = sum(1 for _ in tqdm(read(), desc=f"reading {name}", delay=3, leave=False))
+    # One pass to count and to find labels, which may start at a late row: for the time left, for
+    # the subset, and so that a broken line at the end of a large file is found before the hours of
+    # work and not after.
+    total, labels, found = 0, {extra: columns.get(extra, extra) for extra in ("bad", "kind")}, set()
+    for _, row in tqdm(read(), desc=f"reading {name}", delay=3, leave=False):
+        total += 1
+        if isinstance(row, dict):
+            found.update(extra for extra, column in labels.items() if column in row)
     if not total:
         raise UserError(f"{name}: the source holds no rows")
-    first = next(row for _, row in read())
-    extras = [extra for extra in ("bad", "kind") if isinstance(first, dict)
-              and (columns.get(extra, extra) in first)]
+    extras = sorted(found)  # a row without its own label is a good one of no kind
     schema = {"row_id": Value("int64"), "hash": Value("string"), "prompt_hash": Value("string"),
               "prompt": Value("string"), "response": Value("string"),
               "input_ids": List(Value("int32")), "trained": List(Value("int8")),
@@ -578,14 +596,15 @@ def _render(rows, report, tokenizer, protect, columns, extras, template, turns, 
     """Source rows -> records with text and segments, those without a question or answer dropped."""
     from jinja2 import TemplateError
 
-    end_markers = (tokenizer.eos_token, "<|endoftext|>")
+    end_markers = (tokenizer.eos_token, ENDOFTEXT)
     for row_id, (place, row) in rows:
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         if columns:
             row = _rename(row, columns, extras, place)
         report["layout"] = report["layout"] or find_layout(row, place)
-        messages = clean_messages(row_messages(row, report["layout"], side, place), end_markers)
+        source = row_messages(row, report["layout"], side, place)
+        messages = clean_messages(source, end_markers)
         prompt = transcript(messages[:-1])
         response = messages[-1]["content"] if messages else ""
         if not messages or not response.strip() or not any(
@@ -602,7 +621,9 @@ def _render(rows, report, tokenizer, protect, columns, extras, template, turns, 
             report.setdefault("template_refusal", first_line(error))
             report["dropped"]["template_refused"].append(row_id)
             continue
-        record = {"row_id": row_id, "hash": content_hash(prompt, response), "prompt": prompt,
+        *before, last = clean_messages(source, (ENDOFTEXT,))
+        record = {"row_id": row_id, "prompt": prompt,
+                  "hash": content_hash(transcript(before), last["content"]),
                   "prompt_hash": content_hash(" ".join(prompt.split())), "response": response,
                   "segments": segments}
         if "bad" in extras:
@@ -763,9 +784,8 @@ def load_pairs(source, tokenizer, **options):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
     position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
-    other = dict(zip(rejected["row_id"][:], rejected["hash"][:], strict=True))
-    ids, hashes = chosen["row_id"][:], chosen["hash"][:]
-    equal = [i for i, text in zip(ids, hashes, strict=True) if other.get(i) == text]
+    ids, other = chosen["row_id"][:], dict(_texts(rejected))
+    equal = [row_id for row_id, text in _texts(chosen) if other.get(row_id) == text]
     unpaired = [i for i in ids if i not in position]
     dropped = {*equal, *unpaired}
     keep = [p for p, row_id in enumerate(ids) if row_id not in dropped]
@@ -776,6 +796,14 @@ def load_pairs(source, tokenizer, **options):
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
     pairs = datasets.concatenate_datasets([chosen.select(keep), rejected], axis=1)
     return pairs, report | {"dropped": report["dropped"] | {"equal": equal, "unpaired": unpaired}}
+
+
+def _texts(rows):
+    """(row_id, hash of its text as trained on) of every row."""
+    for part in rows.select_columns(["row_id", "prompt", "response"]).iter(batch_size=10_000):
+        for row_id, prompt, response in zip(
+                part["row_id"], part["prompt"], part["response"], strict=True):
+            yield row_id, content_hash(prompt, response)
 
 
 def sequences(rows):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
@@ -214,6 +216,22 @@ def test_special_tokens_in_user_text_stay_text(load):
     assert rows[0]["input_ids"].count(4) == 2 and trained(rows[0])[-1] == 4, "template: control"
 
 
+@pytest.mark.parametrize("chat", [None, CHATML])
+def test_private_use_characters_in_user_text_stay_text(load, chat):
+    """Whatever stands in for special-token strings inside, no character of a source is one."""
+    tok = make_tokenizer(chat=chat)
+    count = len(data.special_tokens(tok)) + 2
+    for texts in ([f"a {chr(0xF0000 + n)} b" for n in range(count)], ["a \ud8000\udfff b"],
+                  [f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b"]):
+        for row in load(pairs(*[("a?", text) for text in texts]), tok)[0]:
+            end = "<|im_end|>" if chat else "<eos>"
+            assert tok.decode(trained(row)).strip() == row["response"] + end
+            controls = [t for t in trained(row) if t in data.special_tokens(tok)]
+            assert controls == plain(tok, end)
+    text = f"a {chr(0xF0000)} b"
+    assert trained(load(pairs(("a?", text)))[0][0])[:-1] == plain(make_tokenizer(), " " + text)
+
+
 # ------------------------------------------------------------------------------ traps
 
 def test_no_merge_across_the_border(load, tokenizer):
@@ -283,6 +301,24 @@ def test_literal_end_marker_becomes_the_one_eos(load):
     assert report["dropped"] == {"empty_response": [3]}
 
 
+def test_the_hash_does_not_depend_on_the_tokenizers_end_marker(load, tokenizer):
+    """A ranking made with one tokenizer names the rows of another."""
+    texts = pairs(("a", "b <eos>"), ("a", "b<|endoftext|>"), ("a", "b"), ("a", "b<|im_end|>"))
+    one, _ = load(texts)
+    other, _ = load(texts, make_tokenizer(eos_token="<|im_end|>"))
+    assert list(one["hash"]) == list(other["hash"])
+    assert one[0]["response"] == "b" and other[0]["response"] == "b <eos>"
+    assert one[0]["hash"] != one[1]["hash"] == one[2]["hash"] == content_hash("a", "b")
+
+
+def test_pairs_that_differ_in_an_end_marker_only_are_equal(tokenizer, tmp_path):
+    rows = [{"prompt": f"p{n}", "chosen": "yes", "rejected": f"no {n}"} for n in range(3)]
+    rows[1]["rejected"] = "yes<eos>"
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made, report = data.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
+    assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0, 2]
+
+
 def test_tokenizer_that_prepends_a_space(load):
     """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
@@ -297,6 +333,10 @@ def test_tokenizer_that_prepends_a_space(load):
     assert "".join(tok.convert_ids_to_tokens(rows[0]["input_ids"])) == "▁foot|ball<eos>"
     rows, _ = load(pairs(("foot", "ball")), tok, template="{prompt}| {response}")
     assert "".join(tok.convert_ids_to_tokens(rows[0]["input_ids"])) == "▁foot|▁ball<eos>"
+    rows, _ = load(pairs(("<eos>", "x"), ("x", "<eos> y")), tok, template="{prompt}{response}")
+    for row, text in zip(rows, ("<eos>", "x"), strict=True):
+        head = [t for t, loss in zip(row["input_ids"], row["trained"], strict=True) if not loss]
+        assert head == tok(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def test_unknown_character_at_the_end_keeps_its_eos(load):
@@ -359,6 +399,12 @@ def test_bad_and_kind_pass_through(load, tmp_path):
                     {"prompt": "a", "response": "d"}])
     assert list(rows["bad"]) == [True, False, False] and rows[0]["kind"] == "swapped"
     assert "bad" not in load(pairs(("a", "b")))[0].column_names
+    late = pairs(*[(f"p{n}", "r") for n in range(8)])
+    for number in range(4, 8):
+        late[number] |= {"bad": True} | ({"kind": "cut"} if number == 7 else {})
+    rows, _ = load(late)
+    assert list(rows["bad"]) == [False] * 4 + [True] * 4
+    assert list(rows["kind"]) == [""] * 7 + ["cut"]
     with pytest.raises(UserError, match=r"line 1: \"bad\""):
         load([{"prompt": "a", "response": "b", "bad": "perhaps"}])
 
@@ -378,6 +424,8 @@ GOOD = '{"prompt": "a", "response": "b"}\n'
     ('{"prompt": ["a"], "response": "b"}\n', 'line 1: "prompt" message 0 must be an object'),
     ('{"messages": "hello"}\n', 'line 1: "messages" must be a list of messages, not str'),
     ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "role 'wizard'; known: system"),
+    ('{"messages": [{"role": ["user"], "content": "x"}]}\n', r"role \['user'\]; known: system"),
+    ('{"instruction": null, "output": "b"}\n', r"no row is left to train on \(1 empty_prompt\)"),
     ('{"messages": [{"role": "user", "content": 4}]}\n', "message 0: content must be text"),
     ('{"chosen": "no dialogue", "rejected": "x"}\n', 'line 1: "chosen" is not a dialogue'),
     ('{"text": "x", "label": 1}\n', "line 1: unknown layout with the columns text, label.*alpaca"
@@ -399,6 +447,8 @@ def test_malformed_jsonl(load, tmp_path, content, message):
     ("x.csv", "prompt,response\na,b\nonly one\n", "line 3: not as many cells"),
     ("x.csv", 'prompt,response\na,"b\n', "not valid CSV"),
     ("x.csv", "prompt,response\n", "holds no rows"),
+    ("x.csv", "prompt,response,response\na,b,c\n",
+     r'x\.csv: 2 columns are called "response"; rename or remove all but one'),
     ("x.parquet", "PAR1 no", "not a valid parquet file"),
     ("x.txt", "a", "unknown file type"),
     ("folder/readme.md", "a", "no .jsonl/.json/.parquet/.csv file"),
@@ -409,6 +459,24 @@ def test_malformed_files(load, tmp_path, file, content, message):
     path.write_text(content)
     with pytest.raises(UserError, match=message):
         load("folder" if file.startswith("folder") else file)
+
+
+def test_a_name_that_two_columns_have(load, tmp_path):
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "response", "response"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r'x\.parquet: 2 columns are called "response"'):
+        load("x.parquet")
+    (tmp_path / "x.csv").write_text("prompt,response,,\na,b,,\n")  # as spreadsheets write
+    assert load("x.csv")[0][0]["response"] == "b"
+
+
+@pytest.mark.parametrize("source", ["", "  "])
+def test_an_empty_name_is_not_the_current_folder(tokenizer, tmp_path, monkeypatch, source):
+    (tmp_path / "x.jsonl").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="lower: the name of the source is empty"):
+        data.load_rows(source, tokenizer, name="lower", cache_dir=tmp_path / "cache")
+    assert len(data.load_rows(".", tokenizer, cache_dir=tmp_path / "cache")[0]) == 1
 
 
 def test_missing_and_unreadable_files(load, tmp_path, monkeypatch):
