@@ -134,7 +134,7 @@ def each_jsonl(path):
     """`read_jsonl` a row at a time."""
     number = 0
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):  # noqa: B007, the message below uses it
                 if line.strip():
                     row = json.loads(line)
@@ -319,9 +319,15 @@ def pick_device(name):
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {name}: no CUDA device here; use --device cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"--device {name}: no such device; use auto, cpu or cuda") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: no such device; use auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices "
+                        "here, counted from cuda:0; use one of them")
+    return device
 
 
 def hub_answers(info, name, what):
@@ -349,6 +355,12 @@ def first_line(error):
 
 
 # --- run folder, checkpoints, metrics -------------------------------------------------------------
+
+def check_seed(seed):
+    """`UserError` for a --seed that torch or numpy cannot take."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed {seed}: must lie between 0 and 2**63 - 1")
+
 
 def seed_everything(seed):
     """Seed torch, numpy and python; on one machine and CPU everything after is reproducible."""
@@ -410,6 +422,9 @@ def _open_run(out, config, resume, free_to_change):
         saved = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file}: not valid JSON ({error}); the run cannot be resumed") from None
+    if not isinstance(saved, dict) or not all(isinstance(v, dict) for v in saved.values()):
+        raise UserError(f"{file}: not the configuration of a run, which cannot be resumed; choose "
+                        "another --out")
     processes = saved.get("environment", {}).get("processes", 1)
     if processes != world_size():
         free_to_change = (*free_to_change, "threads")

@@ -109,6 +109,7 @@ def test_files_that_are_not_there_or_not_readable(bad, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff\xfe", "response": "b"}\n')
     bad(r"rows\.jsonl line 1: not valid JSON", lower=tmp_path / "rows.jsonl")
     bad("unknown name 'promt'", lower_columns="promt=question")
+    bad("lower: the name of the source is empty", lower="")
 
 
 def test_held_out_rows_that_are_trained_on(bad, tmp_path):
@@ -142,6 +143,8 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     bad(r"ranking\.jsonl line 1: not valid JSON", keep=keep)
     keep.write_text("3\n")
     bad(r"ranking\.jsonl line 1: not valid JSON \(not an object\)", keep=keep)
+    keep.write_text("\ufeff" + json.dumps(entry | {"kept": False}))  # a byte-order mark is no error
+    bad("keeps none of the 12 lower rows", keep=keep)
     keep.write_text("")
     bad("keeps none", keep=keep)
     bad(r"none\.jsonl: no such file", keep=tmp_path / "none.jsonl")
@@ -184,11 +187,27 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     ({"template": "Q: {question}"}, r"--template.*must hold \{prompt\} once"),
     ({"device": "cuda:0"}, "--device cuda:0: no CUDA device here"),
     ({"device": "abacus"}, "--device abacus"),
+    ({"device": "mps"}, "--device mps: no such device; use auto, cpu or cuda"),
 ], ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "")
 def test_flags(bad, options, message):
     if options.get("device") == "cuda:0" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     bad(message, **options)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert utils.pick_device("cuda").index is None and utils.pick_device("cuda:1").index == 1
+    with pytest.raises(utils.UserError, match=r"--device cuda:2: there are 2 CUDA devices"):
+        utils.pick_device("cuda:2")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999])
+def test_seeds_that_no_generator_takes(seed):
+    utils.check_seed(0), utils.check_seed(2**63 - 1)
+    with pytest.raises(utils.UserError, match=f"--seed {seed}: must lie between 0 and 2"):
+        utils.check_seed(seed)
 
 
 @pytest.mark.parametrize("words", [["--method", "magic"], ["--preset", "none"], ["--lr", "fast"],

@@ -42,6 +42,15 @@ def test_a_resumed_run_removes_what_was_half_written(tmp_path):
     assert [path.name for path in out.iterdir()] == ["config.json"]
 
 
+@pytest.mark.parametrize("saved", ["[1, 2]", "3", "null", '{"args": [1]}', '{"environment": 1}'])
+def test_a_config_that_is_none_is_refused(tmp_path, saved):
+    out, config = tmp_path / "run", {"args": {"lr": 1}, "environment": {}, "data": {}}
+    utils.open_run(out, config, resume=False)
+    (out / "config.json").write_text(saved)
+    with pytest.raises(utils.UserError, match=r"config\.json: not the configuration of a run"):
+        utils.open_run(out, config, resume=True)
+
+
 def assert_equal(run, whole):
     run, whole = fingerprint(run), fingerprint(whole)
     assert run.keys() == whole.keys()
