@@ -27,7 +27,8 @@ Deviations, each with its reason:
     noisy set wrong answers have high ratios on both sides of 1, so keeping the hard rows keeps the
     faults. `--ifd-order hard` is theirs: highest below 1 first, then the others.
  6. IFD: the response alone follows the start (or end) token, so its first token counts too.
- 7. The upper rows that training would hold out are held out here, by the same flags and seed.
+ 7. The upper rows that training would hold out are held out here, by the same flags and seed. Of
+    preference pairs (`--upper-loss dpo`, as in training) DSIR and LESS see the chosen responses.
 """
 
 import argparse
@@ -467,10 +468,10 @@ def length_scores(rows):
 # --- command line ---------------------------------------------------------------------------------
 
 # Flags of the training scripts that mean the same here, with their one home there: the whole data
-# group but the preference loss (DSIR and LESS see the chosen responses of pairs), and these.
+# group but beta, and these.
 SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
           "keep_fraction")
-NOT_SHARED = ("upper_loss", "dpo_beta")
+NOT_SHARED = ("dpo_beta",)
 # The embedded default: a tiny model on rows of a few tokens.
 TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 128, "project": 1024}
 
@@ -514,6 +515,7 @@ def parse_args(argv=None):
         parser.set_defaults(**TOY)
     args = parser.parse_args(argv)
     args.toy = toy_run
+    utils.check_seed(args.seed)
     for name in ("epochs", "batch", "micro_batch", "lora_rank", "dsir_buckets", "max_length"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
@@ -527,10 +529,27 @@ def parse_args(argv=None):
             if getattr(args, name) is None and args.method in needed:
                 raise UserError(f"--{name} is missing; {args.method} needs it (none of --lower, "
                                 "--upper and --model: the embedded toy)")
-    if Path(args.out).is_dir():
-        raise UserError(f"--out {args.out}: is a folder; give the name of a file")
+    if args.upper_loss == "dpo" and args.toy_upper == "unrelated":
+        raise UserError("--toy-upper unrelated: has no preference pairs; leave out --upper-loss "
+                        "dpo")
+    check_out(args)
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def check_out(args):
+    """`UserError` when --out is a folder or one of the files that are read."""
+    out = Path(args.out)
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a folder; give the name of a file")
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
+        source, split = getattr(args, name), getattr(args, f"{name.split('_')[0]}_split")
+        if not source or not Path(source).exists() or not out.exists():
+            continue
+        if any(out.samefile(part) for part in data.find_parts(source, split)
+               if isinstance(part, Path)):
+            raise UserError(f"--out {out}: holds the rows of --{name.replace('_', '-')}, which the "
+                            "ranking would replace; give the name of another file")
 
 
 def load_levels(args):

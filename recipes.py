@@ -186,7 +186,7 @@ def read_gzip(file):
         with gzip.open(file, "rt", encoding="utf-8") as text:
             content = text.read()
         return json.loads(content) if content.lstrip().startswith("[") else [
-            json.loads(line) for line in content.splitlines() if line.strip()]
+            json.loads(line) for line in content.split("\n") if line.strip()]
     except (OSError, EOFError, ValueError) as error:
         raise UserError(f"{file}: not a valid jsonl.gz file ({error})") from None
 

@@ -14,9 +14,11 @@ from conftest import ROOT, flags, listing, make_llama, read_rows, write_rows
 from safetensors.torch import load_file
 
 import baselines
+import common
 import data
 import loading
 import recipes
+import train_offline
 import utils
 from utils import UserError
 
@@ -117,6 +119,46 @@ def test_dsir_sees_prompt_and_response_of_all_upper_rows_but_the_held_out(rank, 
     lower = [row["prompt"] + "\n" + row["response"] for row in read_rows(files["lower"])]
     weights, _ = baselines.dsir_log_weights([lower], [upper])
     assert np.allclose([row["log_weight"] for row in given.rows], weights, atol=1e-9)
+
+
+@pytest.fixture
+def preferences(files, tmp_path):
+    """Row files whose 30 upper pairs hold one of two equal answers and one without an answer."""
+    files = files(lower=12, upper=30)
+    pairs = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": f"no {n}"}
+             for n, row in enumerate(read_rows(files["upper"]))]
+    pairs[4]["rejected"], pairs[9]["rejected"] = pairs[4]["chosen"], ""
+    return {"lower": files["lower"], "upper": write_rows(tmp_path / "pairs.jsonl", pairs)}, pairs
+
+
+def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp_path):
+    files, _ = preferences
+    words = flags(**files, model=folders["llama"], upper_loss="dpo", heldout_rows=6,
+                  cache_dir=tmp_path / "cache", out=tmp_path / "kept.jsonl")
+    tokenizer = loading.load_tokenizer(folders["llama"])
+    for seed in range(3):
+        theirs = common.load_levels(
+            train_offline.parse_args([*words, "--seed", str(seed)]), tokenizer, 128)
+        for method in ("dsir", "less"):
+            ours, _ = baselines.load_levels(baselines.parse_args([method, *words, "--seed",
+                                                                  str(seed)]))
+            for name, count in (("upper", 22), ("upper_heldout", 6)):
+                ids = list(getattr(ours, name)["row_id"])
+                assert ids == list(getattr(theirs, name)["row_id"])
+                assert len(ids) == count and not {4, 9} & {*ids}
+
+
+def test_dsir_and_less_see_the_chosen_responses(rank, preferences, tmp_path):
+    """As if the upper rows were the chosen ones and nothing else."""
+    files, pairs = preferences
+    chosen = [{"prompt": pair["prompt"], "response": pair["chosen"]}
+              for number, pair in enumerate(pairs) if number not in (4, 9)]
+    alone = files | {"upper": write_rows(tmp_path / "chosen.jsonl", chosen)}
+    for method, options in (("dsir", {}), ("less", LESS)):
+        made = rank(method, files, out=f"{method} pairs", upper_loss="dpo", **options)
+        same = rank(method, alone, out=f"{method} chosen", **options)
+        assert "26 upper rows" in made.text
+        assert made.ranked == same.ranked
 
 
 def test_dsir_short_rows_come_last_or_are_refused(rank, files, refused):
@@ -401,6 +443,12 @@ def test_every_method_runs_on_the_toy(rank):
     ("less", {"warmup_fraction": 2}, "--warmup-fraction 2.0"),
     ("less", {"project": -1}, "--project 0 or more"),
     ("less", {"epochs": 0}, "--epochs 0: must be 1 or more"),
+    ("dsir", {"seed": -1}, "--seed -1: must lie between 0 and 2**63 - 1"),
+    ("less", {"seed": 99999999999999999999}, "--seed 99999999999999999999: must lie between"),
+    ("random", {"lower": ""}, "lower: the name of the source is empty"),
+    ("loss", {"device": "mps"}, "--device mps: no such device"),
+    ("dsir", {"upper_loss": "dpo"}, "preference pairs need chosen and rejected columns"),
+    ("dsir", {"upper_loss": "dpo", "toy_upper": "unrelated"}, "--toy-upper unrelated"),
     ("less", {"lr": 1e30, "warmup_fraction": 1, "batch": 2}, "not finite"),
     ("dsir", {"upper": "empty.jsonl"}, "upper: the source holds no rows"),
     ("loss", {"model": "nowhere/at/all"}, "no such folder"),
@@ -413,6 +461,40 @@ def test_bad_input_is_one_line_and_leaves_nothing(rank, files, refused, tmp_path
     line = refused(lambda: rank(method, rows, **options))
     assert said in line
     assert not list(tmp_path.glob("*kept.jsonl")) and not list(tmp_path.glob(".*"))
+
+
+def test_out_may_not_be_one_of_the_sources(rank, files, refused, tmp_path):
+    rows = files(lower=12, upper=8, heldout=4)
+    before = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
+    (tmp_path / "folder").mkdir()
+    inside = shutil.copy(rows["lower"], tmp_path / "folder" / "train.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(rows["lower"])
+    for flag, out, options in (
+            ("lower", rows["lower"], {}), ("lower", tmp_path / "link.jsonl", {}),
+            ("upper", rows["upper"], {}), ("lower", inside, {"lower": tmp_path / "folder"}),
+            ("upper-heldout", rows["heldout"], {"upper_heldout": rows["heldout"]})):
+        line = refused(lambda out=out, options=options: rank("dsir", rows, out=out, **options))
+        assert f"holds the rows of --{flag}, which the ranking would replace" in line
+    assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    made = rank("random", rows, lower=tmp_path / "folder", out="folder/kept.jsonl")
+    assert len(made.rows) == 12  # beside a file that is read
+
+
+def test_a_ranking_made_without_a_model_fits_all(rank, files, train, folders, tmp_path):
+    """Answers that end in the model's end marker: `random` does not know that it is one."""
+    files = files(lower=10)
+    lower = read_rows(files["lower"])
+    for row, marker in zip(lower, ("<|im_end|>", "<eos>", "<|endoftext|>"), strict=False):
+        row["response"] += marker
+    write_rows(files["lower"], lower)
+    model = shutil.copytree(folders["llama"], tmp_path / "model")
+    tokenizer = loading.load_tokenizer(model)
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.save_pretrained(model)
+    made = rank("random", files, model=None, keep_fraction=1)
+    run = train(files, model=model, method="sft", keep=made.file, epochs=1)
+    assert [row["hash"] for row in sorted(run.weights, key=lambda row: row["row_id"])] == [
+        row["hash"] for row in made.rows]
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -499,11 +581,12 @@ def test_recipes_are_built_once_and_again_when_a_source_changes(copies, tmp_path
     stamp = first.stat().st_mtime_ns
     assert recipes.resolve(f"red-team:{copies}", cache) == first
     assert first.stat().st_mtime_ns == stamp
-    with gzip.open(copies / recipes.RED_TEAM[0] / recipes.RED_TEAM[1], "wt") as file:
-        file.write('{"transcript": "\\n\\nHuman: one\\n\\nAssistant: line"}\n')  # one object a line
+    red = copies / recipes.RED_TEAM[0] / recipes.RED_TEAM[1]
+    with gzip.open(red, "wt", encoding="utf-8") as file:  # one object a line; U+2028 ends none
+        file.write('{"transcript": "\\n\\nHuman: one\\n\\nAssistant: li\u2028ne"}\n')
     second = recipes.resolve(f"red-team:{copies}", cache)
     assert second != first
-    assert [row["response"] for row in read_rows(second)] == ["line"]
+    assert [row["response"] for row in read_rows(second)] == ["li\u2028ne"]
 
 
 def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
