@@ -132,6 +132,7 @@ def parse(parser, argv, presets=PRESETS):
     elif first.lower is None and first.upper is None and first.model is None:
         parser.set_defaults(**TOY)
     args = parser.parse_args(argv)
+    utils.check_seed(args.seed)
     args.toy = not args.preset and (args.lower, args.upper, args.model) == (None,) * 3
     for name in ("batch", "micro_batch", "micro_tokens", "epochs", "save_every", "lora_rank",
                  "max_length", "heldout_rows"):
