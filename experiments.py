@@ -8,7 +8,7 @@
 Scales, seeds and folders are reproduce.py's, whose finished runs are used again.
 """
 
-import re
+import shlex
 from pathlib import Path
 
 import compare
@@ -33,6 +33,7 @@ from reproduce import (
     store,
     summarise,
     with_base,
+    words_of,
 )
 from runs import panels_figure, prefer_unmasked, run_all, seconds_of, slug, verdict
 from utils import UserError
@@ -87,16 +88,26 @@ def selectors(args):
 
 
 def ranking_scores(file):
-    """Ranking metrics of a kept.jsonl against its own columns bad and kind."""
+    """Ranking metrics of a kept.jsonl against its own columns bad and, where it has one, kind."""
     import torch
 
     rows = utils.read_jsonl(file)
     return ranking_metrics(torch.tensor([row["score"] for row in rows], dtype=torch.float64),
                            torch.tensor([row["bad"] for row in rows]),
-                           [row["kind"] for row in rows])
+                           [row.get("kind") or "bad" for row in rows])
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------
+
+def without(words, *flags):
+    """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word.split("=")[0] not in flags:
+            kept.append(word)
+        skip = not skip and word in flags
+    return kept
+
 
 def curated(args):
     """A fresh base on the raw set, a random k, the top k, the top k with the recommended rewrites.
@@ -116,29 +127,30 @@ def curated(args):
         return
     plan, files = {}, {"raw set": found[plain]}
     for seed in range(args.seeds):
-        raw = other = f"{scale['data']} {scale['train']}"
+        raw = other = words_of(scale["data"], scale["train"])
         if args.scale == "toy":
             paths = toy.write(folder / "rows" / f"seed-{seed}", seed=seed)
-            other = (f"--model {toy.MODEL} --upper-heldout {paths['heldout']} --lower-heldout "
-                     f"{paths['lower_heldout']} --max-length 128 --lr 1e-3 --micro-batch 32")
-            raw = f"{other} --lower {paths['lower']}"
+            other = ["--model", str(toy.MODEL), "--upper-heldout", str(paths["heldout"]),
+                     "--lower-heldout", str(paths["lower_heldout"]),
+                     *words_of("--max-length 128 --lr 1e-3 --micro-batch 32")]
+            raw = [*other, "--lower", str(paths["lower"])]
         bds, refined = found["BDS"][seed].parent, found[online][seed].parent
         kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"
                 for name in ("random", "bds", "online")}
         for name, source in (("random", found["random"][seed]), ("bds", bds), ("online", refined)):
             compare.keep(source, share, kept[name])
-        rewritten = re.sub(r"--lower(-limit|-columns|-split)? \S+", "", other)
+        rewritten = without(other, "--lower", "--lower-limit", "--lower-columns", "--lower-split")
         budget = budget_of(found[plain][seed].parent)
         for name, flags in (
-                ("random k", f"{raw} --keep {kept['random']}"),
-                ("top k by BDS", f"{raw} --keep {kept['bds']}"),
-                ("top k by the online run", f"{raw} --keep {kept['online']}"),
+                ("random k", [*raw, "--keep", str(kept["random"])]),
+                ("top k by BDS", [*raw, "--keep", str(kept["bds"])]),
+                ("top k by the online run", [*raw, "--keep", str(kept["online"])]),
                 ("... with its rewrites",
-                 f"{rewritten} --lower {refined / 'curated.prompt-completion.jsonl'}")):
+                 [*rewritten, "--lower", str(refined / "curated.prompt-completion.jsonl")])):
             out = folder / "curated" / slug(name) / f"seed-{seed}"
-            plan[out / "result.json"] = " ".join(
-                f"{OFF} --method sft {flags} --token-budget {budget} --seed {seed} "
-                f"--out {out}".split())
+            plan[out / "result.json"] = shlex.join(
+                [OFF, "--method", "sft", *flags, "--token-budget", str(budget), "--seed", str(seed),
+                 "--out", str(out)])
             files.setdefault(name, []).append(out / "result.json")
     run_all(plan, args.workers)
     results = results_of(files)
@@ -263,10 +275,10 @@ def ablations(args):
 
 
 def last_metrics(file):
-    """omega's effective sample size at the end, and the share of generated answers that are right.
+    """omega's effective sample size at the end, and how often generated answers are right.
 
-    The share is over all refreshes; by kind of the original answer and by refresh it stands in
-    metrics.jsonl (`answers_right/KIND`).
+    `right` is the plain mean of the shares `answers_right/KIND` of metrics.jsonl over kinds of the
+    original answer and over refreshes, however many answers each of them has.
     """
     rows, found = utils.read_jsonl(file.with_name("metrics.jsonl")), {}
     for row in rows:

@@ -91,6 +91,7 @@ METHODS = {
 # In short runs the dynamic mask is drawn from centred weights after 25 steps: else every row that
 # was read sinks, and the bottom R are the rows read last.
 SHORT_DYNAMIC = " --first-refresh 25 --center"
+REFERENCE = "mixing rho=1"  # reads the tokens that runs on kept rows get
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
 SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "random", "LESS", "DSIR", "BDS",
                   "online R=5% G=1", "online R=10% G=1", "online dynamic", "control: drop",
@@ -184,40 +185,53 @@ def chosen(args, names):
     return [name for name in names if name in wanted]
 
 
+def words_of(*texts):
+    """The words of the texts, as a shell splits them."""
+    words = []
+    for text in texts:
+        try:
+            words += shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"{text}: not words of a command line ({error})") from None
+    return words
+
+
 def execute(args, methods, folder, scale=None, also_score=()):
     """Run {method: command} over the seeds. Returns {method: [result file or ranking, ...]}.
 
-    A command that is no script but a name of baselines.py ranks the rows and trains on those kept;
+    A command that is no script but a name of baselines.py ranks the rows and trains on those kept,
+    on as many tokens as REFERENCE, which is run for that if it is not among the methods;
     also_score: methods of baselines.py whose ranking alone is wanted.
     """
-    scale = scale or setting(args)
-    first, second, found = {}, {}, {}
-    for method, command in [*methods.items(), *((name, None) for name in also_score)]:
+    scale = {name: words_of(text) for name, text in (scale or setting(args)).items()}
+    training, first, second, found = [*scale["data"], *scale["train"]], {}, {}, {}
+    needed = dict(methods)
+    if not all(command.split()[0].endswith(".py") for command in methods.values()):
+        needed.setdefault(REFERENCE, METHODS[REFERENCE])
+    for method, command in [*needed.items(), *((name, None) for name in also_score)]:
+        script, *flags = words_of(command or method.lower())
+        if (command or "").startswith(DYNAMIC) and args.scale != "paper":
+            flags += words_of(SHORT_DYNAMIC)
         for seed in range(args.seeds):
             out = folder / slug(method) / f"seed-{seed}"
-            file, tail = out / "result.json", f"--seed {seed}"
-            if command is not None and (script := command.split()[0]).endswith(".py"):
-                flags = command.removeprefix(script)  # last, so that they win
-                if command.startswith(DYNAMIC) and args.scale != "paper":
-                    flags += SHORT_DYNAMIC
-                first[file] = " ".join(
-                    f"{script} {scale['data']} {scale['train']} "
-                    f"{scale['online'] if script == ON else ''} {flags} {tail} "
-                    f"--out {out}".split())
+            file, tail = out / "result.json", ["--seed", str(seed), "--out"]
+            if script.endswith(".py"):
+                online = scale["online"] if script == ON else []
+                first[file] = shlex.join(  # the method's own flags last, so that they win
+                    [script, *training, *online, *flags, *tail, str(out)])
             else:
                 kept = out.with_name(f"seed-{seed}.kept.jsonl")
-                first[kept] = " ".join(f"baselines.py {command or method.lower()} {scale['data']} "
-                                       f"{scale['select']} {tail} --out {kept}".split())
+                first[kept] = shlex.join(["baselines.py", script, *scale["data"], *scale["select"],
+                                          *tail, str(kept)])
                 if command is None:
                     file = kept
                 else:
-                    reference = folder / slug("mixing rho=1") / f"seed-{seed}"
-                    second[file] = reference, " ".join(
-                        f"{OFF} --method sft --keep {kept} {scale['data']} {scale['train']} {tail} "
-                        f"--out {out}".split())
+                    second[file] = folder / slug(REFERENCE) / f"seed-{seed}", shlex.join(
+                        [OFF, "--method", "sft", "--keep", str(kept), *training, *tail, str(out)])
             found.setdefault(method, []).append(file)
+    found = {method: found[method] for method in (*methods, *also_score)}
     if args.scale == "paper":
-        print_needs(args, scale, methods)
+        print_needs(args, training, needed)
     if args.list:
         print("\n".join(f"python {command}" for command in first.values()))
         for reference, command in second.values():
@@ -236,7 +250,7 @@ def execute(args, methods, folder, scale=None, also_score=()):
     return found
 
 
-def print_needs(args, scale, methods):
+def print_needs(args, training, methods):
     """What the published setting asks of a machine, as comment lines: GPU memory, hours, disk.
 
     Memory and disk are the training scripts' own arithmetic at the published shapes and the longest
@@ -248,7 +262,7 @@ def print_needs(args, scale, methods):
     from common import memory_and_disk
     from train_offline import parse_args as training_args
 
-    settings = training_args(shlex.split(f"{scale['data']} {scale['train']}"))
+    settings = training_args(training)
     shape = (settings.preset or "").rpartition("-")[0]
     if shape not in PUBLISHED_ROWS:
         print("# needs: not known without a preset; --dry-run of each command prints them")
@@ -307,16 +321,17 @@ def present(columns, results):
 
 def store(args, results, columns, **more):
     """Save results/NAME_TARGET.json with the command that makes it and the README's columns."""
-    given = [f"--{name.replace('_', '-')} {json.dumps(value) if ' ' in str(value) else value}"
-             for name, value in vars(args).items()
+    given = [word for name, value in vars(args).items()
              if name in ("data", "train", "online", "select", "keep_fraction", "only", "qa",
                          "prompts", "judge", "tokens")
-             and value not in (None, args.defaults(name))]
+             and value not in (None, args.defaults(name))
+             for word in (f"--{name.replace('_', '-')}", str(value))]
     if args.name != args.scale:
-        given.append(f"--name {args.name}")
+        given += ["--name", args.name]
     save_results(Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json",
-                 " ".join([f"python {args.script} {args.target} --scale {args.scale} "
-                           f"--seeds {args.seeds}", *given]), results, columns=columns, **more)
+                 shlex.join(["python", args.script, args.target, "--scale", args.scale,
+                             "--seeds", str(args.seeds), *given]),
+                 results, columns=columns, **more)
 
 
 def claims_of(claims, results):
@@ -413,11 +428,11 @@ def qa(args):
                     Path("runs") / args.name)
     runs, commands, first = {}, {}, next(iter(found.values()))[:1]
     for method, files in ({"base model": first} | found).items():
-        base = "base" if method == "base model" else ""
+        base = method == "base model"
         for file in files:
-            out = file.parent.with_name(f"qa{base}-{file.parent.name}.json")
-            commands[out] = " ".join((f"eval.py qa {file.parent} {args.qa or ''} --out {out} "
-                                      + ("--base" if base else "")).split())
+            out = file.parent.with_name(f"qa{'base' if base else ''}-{file.parent.name}.json")
+            commands[out] = shlex.join(["eval.py", "qa", str(file.parent), *words_of(args.qa or ""),
+                                        "--out", str(out), *(["--base"] if base else [])])
             runs.setdefault(method, []).append(out)
     if args.list:
         print("\n".join(f"python {command}" for command in commands.values()))
@@ -449,16 +464,19 @@ def winrate(args):
         rates.write_list(prompts, [{"instruction": row["prompt"]}
                                    for row in toy.make_rows(seed=0)["heldout"][:200]])
     made, judged, values = {}, {}, {}
-    base = folder / "winrate-base.json"
-    made[base] = f"winrate.py generate {next(iter(found.values()))[0].parent} --base"
+    reference = next(iter(found.values()))[0].parent
+    base = reference.with_name("answers-base.json")
+    made[base] = [str(reference), "--base"]
     for files in found.values():
         for file in files:
-            made[answers_of(file)] = f"winrate.py generate {file.parent}"
+            made[answers_of(file)] = [str(file.parent)]
             verdicts = answers_of(file).with_suffix(".judged.json")
-            judged[verdicts] = (f"winrate.py judge {answers_of(file)} --reference {base} "
-                                f"--out {verdicts} {args.judge}")
-    made = {out: f"{command} --prompts {prompts} --out {out} --max-new-tokens {args.tokens}"
-            for out, command in made.items()}
+            judged[verdicts] = shlex.join([
+                "winrate.py", "judge", str(answers_of(file)), "--reference", str(base), "--out",
+                str(verdicts), *words_of(args.judge or "")])
+    made = {out: shlex.join(["winrate.py", "generate", *words, "--prompts", str(prompts), "--out",
+                             str(out), "--max-new-tokens", str(args.tokens)])
+            for out, words in made.items()}
     if args.list:
         print("\n".join(f"python {c}" for c in [*made.values(), *judged.values()]))
         return
@@ -491,11 +509,13 @@ def examples(args):
     """The paper's table of examples: the base model and each method answer the same prompts."""
     wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
     found = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
-    runs = " ".join(str(files[0].parent) for files in found.values())
-    prompts = f"--prompts {args.prompts}" if args.prompts else " ".join(
-        f"--prompt {json.dumps(row['prompt'])}" for row in toy.make_rows(seed=0)["heldout"][:6])
+    shown = toy.make_rows(seed=0)["heldout"][:6]
+    prompts = ["--prompts", args.prompts] if args.prompts else [
+        word for row in shown for word in ("--prompt", row["prompt"])]
     out = Path("runs") / args.name / "examples.md"
-    command = f"eval.py answers {runs} {prompts} --max-new-tokens {args.tokens} --out {out}"
+    runs = [str(files[0].parent) for files in found.values()]
+    command = shlex.join(["eval.py", "answers", *runs, *prompts, "--max-new-tokens",
+                          str(args.tokens), "--out", str(out)])
     if args.list:
         print(f"python {command}")
         return

@@ -1,8 +1,8 @@
 """Many runs of the scripts side by side: commands, seeds, what is done already, statistics.
 
 A run is the file that ends it (FOLDER/result.json, or a ranking) and a command. Each gets one
-thread; as many run at once as there are workers. A run whose file exists is not run again; an
-interrupted training run is resumed.
+thread; as many run at once as there are workers. A run whose file exists is not run again, and is
+refused if another command made it; an interrupted training run is resumed.
 """
 
 import concurrent.futures
@@ -38,10 +38,13 @@ def slug(name):
 def run_all(runs, workers):
     """Run {file: command}, `workers` at a time. Output goes to a .log file beside the run.
 
+    The log's first line is the command, and a finished run must have been made by the same one.
     Each command is a process of its own, forked from one that has torch and transformers imported:
     that saves a third of a short run. Raises `UserError` with the last line of the first log that
     failed.
     """
+    for file, command in runs.items():
+        check_command(file, command)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -52,11 +55,12 @@ def run_all(runs, workers):
         words = shlex.split(command)
         if words[0].startswith("train"):
             words += ["--resume"]
-        process = context.Process(target=script, args=(words, log))
+        process = context.Process(target=script, args=(command, words, log))
         process.start()
         process.join()
         if process.exitcode:
-            last = (log.read_text().strip().splitlines() or ["no output"])[-1]
+            text = log.read_text().removeprefix(f"$ {command}\n").strip()
+            last = (text.splitlines() or ["no output"])[-1]
             raise UserError(f"{command}: exit code {process.exitcode}: {last} (whole output in "
                             f"{log})")
 
@@ -72,9 +76,20 @@ def run_all(runs, workers):
             raise
 
 
-def script(words, log):
+def check_command(file, command):
+    """`UserError` when the file exists and its log names another command; old logs name none."""
+    log = log_of(file)
+    text = log.read_text() if file.exists() and log.exists() else ""
+    if text.startswith("$ ") and not text.startswith(f"$ {command}\n"):
+        made = file.parent if file.name == "result.json" else file
+        raise UserError(f"{made}: made by another command ({text[2:].splitlines()[0]}) than the "
+                        f"one wanted now ({command}); choose another --name, or remove {made}")
+
+
+def script(command, words, log):
     """In a process of its own: a script of this folder as from the command line."""
     with open(log, "w") as file:
+        print(f"$ {command}", file=file, flush=True)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = [str(HERE / words[0]), *words[1:]]
@@ -165,8 +180,11 @@ def save_results(path, command, results, hardware=None, **more):
     """
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE,
-                            capture_output=True, text=True).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE,
+                                capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = None
     path.parent.mkdir(parents=True, exist_ok=True)
     utils.write_atomic(path, json.dumps({
         "command": command, "date": datetime.date.today().isoformat(), "commit": commit or None,

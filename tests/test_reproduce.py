@@ -6,15 +6,18 @@ import json
 import re
 import shlex
 import statistics
+import subprocess
 
 import pytest
 from conftest import make_rows, read_rows, write_rows
 
+import eval as evaluation
 import experiments
 import reproduce
 import runs
 import train_offline
 import train_online
+import utils
 
 TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
 
@@ -100,6 +103,69 @@ def test_a_methods_own_flags_win_over_the_scales(here, capsys):
     assert sorted(train_online.parse_args(w).k_gen for w in words) == [5, 25, 75, 225]
 
 
+SPACES = ("--model m --lower 'my  rows.jsonl' --lower-limit=20 --lower-columns "
+          "'prompt=a question,response=b' --upper up.jsonl")
+
+
+def test_names_and_files_with_spaces_stay_one_word(here, capsys, monkeypatch):
+    common = ["--name", "my runs", "--scale", "small", "--list", "--seeds", "1", "--data", SPACES]
+    reproduce.main(["table1", "--only", "LESS; BDS", *common])
+    for line in capsys.readouterr().out.splitlines():
+        _, name, *words = shlex.split(line.replace("TOKENS", "1000"))
+        args = importlib.import_module(name.removesuffix(".py")).parse_args(words)
+        assert args.lower == "my  rows.jsonl" and args.lower_limit == 20
+        assert args.lower_columns == "prompt=a question,response=b"
+        assert args.out.startswith("runs/my runs/")
+    monkeypatch.setattr(reproduce, "execute", lambda args, methods, folder: {
+        name: [folder / runs.slug(name) / "seed-0" / "result.json"] for name in methods})
+    reproduce.main(["qa", "--only", "BDS", "--qa", "--local 'my questions'", *common])
+    reproduce.main(["examples", "--only", "BDS", "--prompts", "my prompts.json", *common])
+    reproduce.main(["winrate", "--only", "BDS", "--prompts", "my prompts.json", "--judge",
+                    "--local 'my judge'", *common])
+    words = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    by_name = [evaluation.parse_args(line[2:]) for line in words if line[1] == "eval.py"]
+    assert [args.command for args in by_name] == ["qa", "qa", "answers"]
+    assert by_name[0].runs == "runs/my runs/bds/seed-0" and by_name[0].local == "my questions"
+    assert by_name[2].prompts == "my prompts.json"
+    assert [line[3] for line in words if line[1] == "winrate.py"] == [
+        "runs/my runs/bds/seed-0", "runs/my runs/bds/seed-0",
+        "runs/my runs/bds/answers-seed-0.json"]
+    assert "my judge" in words[-1]
+
+
+def test_flags_are_dropped_by_word():
+    words = shlex.split(SPACES + " --lower-heldout h.jsonl --keep --lower")
+    assert experiments.without(words, "--lower", "--lower-limit", "--lower-columns") == shlex.split(
+        "--model m --upper up.jsonl --lower-heldout h.jsonl --keep")
+
+
+def test_the_curated_sets_commands_parse(here, monkeypatch):
+    """The rewrites are a file of their own: none of the raw rows' flags is left."""
+    monkeypatch.setattr(experiments, "execute", lambda args, methods, folder, also_score: {
+        name: [folder / name / "result.json"] for name in (*methods, *also_score)})
+    monkeypatch.setattr(experiments, "budget_of", lambda folder: 100)
+    monkeypatch.setattr(experiments.compare, "keep", lambda *_: None)
+    plans = []
+
+    def stop(plan, workers):
+        plans.append(plan)
+        raise utils.UserError("enough")
+
+    monkeypatch.setattr(experiments, "run_all", stop)
+    with pytest.raises(utils.UserError, match="enough"):
+        experiments.main(["curated", "--scale", "small", "--name", "my runs", "--seeds", "1",
+                          "--data", SPACES])
+    *raw, rewritten = [train_offline.parse_args(shlex.split(command)[1:])
+                       for command in plans[0].values()]
+    assert len(raw) == 3 and all(
+        (args.lower, args.lower_limit, args.lower_columns, args.token_budget) ==
+        ("my  rows.jsonl", 20, "prompt=a question,response=b", 100) for args in raw)
+    assert all("my runs" in args.keep for args in raw)
+    assert rewritten.lower.endswith("/curated.prompt-completion.jsonl")
+    assert (rewritten.lower_limit, rewritten.lower_columns, rewritten.keep) == (None, None, None)
+    assert rewritten.upper == "up.jsonl"
+
+
 def test_published_settings_of_the_paper_scale(here, capsys):
     """What it needs comes first: by hand, for Llama-3-8B in bfloat16 and the published hours."""
     reproduce.main(["table1", "--scale", "paper", "--list", "--seeds", "2", "--only",
@@ -132,14 +198,17 @@ def tiny(here, folders, pairs=False):
             "--heldout-rows 4 --cache-dir cache")
 
 
-def test_one_row_of_each_kind_of_table1(here, folders, capsys):
-    """Values come from the runs, budgets are equal, and the README gets the stored figures."""
+def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
+    """Values come from the runs, budgets are equal, and the README gets the stored figures.
+
+    Mixing is not asked for: it is run for the budget alone.
+    """
     arguments = ["table1", "--scale", "small", "--data", tiny(here, folders), "--train", TINY,
-                 "--seeds", "1", "--workers", "1", "--only", "mixing rho=1; random; BDS"]
+                 "--seeds", "1", "--workers", "1", "--only", "random; BDS"]
     reproduce.main(arguments)
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     stored = json.loads((here / "results" / "small_table1.json").read_text())
-    assert set(stored["results"]) == {"base model", "mixing rho=1", "random", "BDS"}
+    assert set(stored["results"]) == {"base model", "random", "BDS"}
     for method, folder in (("BDS", "bds"), ("random", "random")):
         run = json.loads((here / "runs/small" / folder / "seed-0" / "result.json").read_text())
         assert stored["results"][method][0]["upper_heldout"] == run["upper_heldout"]
@@ -162,6 +231,18 @@ def test_one_row_of_each_kind_of_table1(here, folders, capsys):
     made = (here / "runs/small/bds/seed-0/result.json").stat().st_mtime_ns
     reproduce.main(arguments)  # finished runs are not run again
     assert (here / "runs/small/bds/seed-0/result.json").stat().st_mtime_ns == made
+
+    stored = (here / "results" / "small_table1.json").read_text()
+    logs = {log: log.read_text() for log in (here / "runs/small").rglob("*.log")}
+    assert len(logs) == 4 and all(text.startswith("$ ") for text in logs.values())
+    other = [*arguments[:-1], "BDS", "--train", TINY + " --lr 5"]
+    line = refused(lambda: reproduce.main(other))
+    assert "runs/small/bds/seed-0: made by another command" in line and "--lr 5" in line
+    assert "another --name" in line
+    assert (here / "results" / "small_table1.json").read_text() == stored
+    log = here / "runs/small/bds/seed-0.log"
+    log.write_text(logs[log].split("\n", 1)[1])  # of a version that did not write the command
+    reproduce.main(other)
 
 
 @pytest.mark.parametrize("target", ["table3", "table3-dpo"])
@@ -192,6 +273,26 @@ def test_bad_input(here, refused):
     assert "nonsense" in refused(lambda: experiments.main(["ablations", "--only", "nonsense"]))
     assert "of the toy only" in refused(lambda: experiments.main(["controls", "--scale", "small"]))
     assert not (here / "runs").exists()
+
+
+def test_unclosed_quotes_are_named(here, refused):
+    line = refused(lambda: reproduce.main(["table1", "--only", "BDS", "--train", "--lr '5"]))
+    assert "--lr '5" in line and "No closing quotation" in line
+
+
+def test_results_are_stored_without_git(tmp_path, monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    runs.save_results(tmp_path / "r.json", "python x.py", {}, hardware="here")
+    assert json.loads((tmp_path / "r.json").read_text())["commit"] is None
+
+
+def test_ranking_scores_without_kinds(tmp_path):
+    rows = [{"row_id": n, "score": float(n), "bad": n < 2} for n in range(5)]
+    assert experiments.ranking_scores(write_rows(tmp_path / "kept.jsonl", rows)) == {
+        "auroc": 1.0, "precision": 1.0, "auroc/bad": 1.0, "recall/bad": 1.0}
 
 
 def test_a_failing_run_is_named_with_its_last_line(here, refused):
