@@ -11,6 +11,7 @@ with the refined answers that were recommended).
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 import utils
-from eval import auroc, read_result, table
+from eval import auroc, make_parent, read_result, table
 from utils import UserError
 
 SEQUENCE = ("upper_heldout", "lower_original", "lower_heldout", "lower_kept", "lower_refined")
@@ -124,17 +125,26 @@ class Run:
 
 
 def check_same_data(runs):
-    """`UserError` unless all runs were evaluated on the same rows by the same tokenizer."""
-    for run in runs[1:]:
-        for name in DATA_ARGUMENTS:
-            first, other = runs[0].data(name), run.data(name)
-            if runs[0].config["data"].get(name) == run.config["data"].get(name) or first == other:
+    """`UserError` unless all runs were evaluated on the same rows by the same tokenizer.
+
+    The same arguments give other rows to another seed, and to --keep a part of the lower ones. A
+    set that a run does not have is not compared.
+    """
+    for name, keys in DATA_ARGUMENTS.items():
+        own = ("seed", "keep") if name == "lower" else ("seed",)
+        holders = [run for run in runs if run.config["data"].get(name) is not None]
+        for one, two in itertools.combinations(holders, 2):
+            if one.config["data"][name] == two.config["data"][name]:
                 continue
-            key, a, b = next(
-                (key, a or "the toy", b or "the toy") for key, a, b in
-                zip((name, *DATA_ARGUMENTS[name]), first, other, strict=True) if a != b)
-            raise UserError(f"{runs[0].folder} and {run.folder} are runs of different data "
-                            f"({key}: {a} and {b}): their losses do not compare")
+            differences = [f"{key}: {a or 'the toy'} and {b or 'the toy'}" for key, a, b in
+                           zip((name, *keys), one.data(name), two.data(name), strict=True)
+                           if a != b]
+            if not differences and any(getattr(one.args, key, None) != getattr(two.args, key, None)
+                                       for key in own):
+                continue
+            why = differences[0] if differences else f"the rows of {name} changed between them"
+            raise UserError(f"{one.folder} and {two.folder} are runs of different data ({why}): "
+                            "their losses do not compare")
 
 
 def student_t(freedom):
@@ -232,14 +242,17 @@ def keep(source, fraction, out=None):
         if not isinstance(entry, dict) or not {"row_id", "hash", "rank"} <= entry.keys():
             raise UserError(f"{source} line {number}: a ranking has row_id, hash and rank in "
                             "every line")
+        if type(entry["rank"]) not in (int, float):
+            raise UserError(f"{source} line {number}: the rank {json.dumps(entry['rank'])} is not "
+                            "a number; write 1 for the best row, 2 for the next")
     limit = round(fraction * len(entries))
     kept = [{key: entry[key] for key in ("row_id", "hash", "rank")} | {
         "kept": entry["rank"] <= limit} for entry in entries]
     if not any(entry["kept"] for entry in kept):
         raise UserError(f"--keep-fraction {fraction}: of {len(entries)} rows none would be kept")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(out)
     utils.write_jsonl(out, kept)
-    line = f"kept {limit} of {len(entries)} rows: {out}"
+    line = f"kept {sum(entry['kept'] for entry in kept)} of {len(entries)} rows: {out}"
     kinds = sorted({e.get("kind") or "bad" for e in entries if e.get("bad")})
     for kind in kinds:
         own = [e["rank"] > limit for e in entries if e.get("bad") and (e.get("kind") or "bad")

@@ -169,6 +169,17 @@ def read_result(folder):
         raise UserError(f"{folder}/result.json: not valid JSON ({error})") from None
 
 
+def make_parent(out):
+    """Make the folder of a file that will be written; `UserError` before the work, not after."""
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: its folder cannot be made ({error.strerror}); choose another "
+                        "path") from None
+    if Path(out).is_dir():
+        raise UserError(f"{out}: is a folder; name a file")
+
+
 # --- losses before and after ----------------------------------------------------------------------
 
 def load_trained(name, device="auto"):
@@ -188,6 +199,16 @@ def load_trained(name, device="auto"):
     tokenizer = loading.load_tokenizer(base)
     model = loading.load_model(base, device, run.args.dtype, run.args.four_bit)
     return loading.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
+
+
+def load_start(model, adapter):
+    """The adapter that the run began with (`--adapter`), beside its own, as "start"."""
+    try:
+        model.load_adapter(adapter, "start")
+    except Exception as error:  # PEFT, safetensors and the hub raise a dozen classes here
+        raise UserError(f"{adapter}: the adapter that the run began with cannot be loaded "
+                        f"({utils.first_line(error)}); put it back there") from None
+    model.set_adapter("default")
 
 
 def check_base(run, name, losses):
@@ -225,12 +246,15 @@ def refined_rows(run, args, tokenizer):
 def losses(folder, rows=None, out=None, device="auto"):
     """Every set of a run (or a file of rows) under the base and the trained model, one table.
 
-    Writes losses.json in the run folder (keys of result.json, the base's under "base/"), and one
+    The base of a run that began with an adapter has that adapter on, as in its result.json. Writes
+    losses.json in the run folder (keys of result.json, the base's under "base/"), and one
     line a row to `out`: set, row_id, hash, base_loss, loss, length.
     """
     import common
     import data
 
+    if out:
+        make_parent(out)
     model, tokenizer, run = load_trained(folder, device)
     if run is None:
         raise UserError(f"{folder}: not a run folder; losses compares a run with its base model")
@@ -238,13 +262,16 @@ def losses(folder, rows=None, out=None, device="auto"):
     parser = argparse.ArgumentParser()
     common.add_arguments(parser)
     args = SimpleNamespace(**vars(parser.parse_args([])) | vars(run.args))
+    if args.adapter:
+        load_start(model, args.adapter)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     if rows:
         sets = {"rows": data.load_rows(
             rows, tokenizer, template=args.template, turns=args.turns, max_length=args.max_length,
             max_prompt=args.max_prompt, cache_dir=args.cache_dir)[0]}
-        data.check_lengths(sets["rows"], model.config.max_position_embeddings, str(rows))
+        data.check_lengths(sets["rows"], context, str(rows))
     else:
-        levels = common.load_levels(args, tokenizer, model.config.max_position_embeddings)
+        levels = common.load_levels(args, tokenizer, context)
         sets = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout}
         if args.upper_loss == "sft":  # else pairs, whose loss is not that of a row
             sets = {"upper_heldout": levels.upper_heldout} | sets
@@ -254,7 +281,7 @@ def losses(folder, rows=None, out=None, device="auto"):
         if part is None:
             continue
         tuned, lengths = row_losses(model, part, label=name)
-        with model.disable_adapter():
+        with loading.adapter(model, "start") if args.adapter else model.disable_adapter():
             base, _ = row_losses(model, part, label=f"{name}, base")
         values |= mean_losses(tuned, lengths, name) | {
             f"base/{k}": v for k, v in mean_losses(base, lengths, name).items()}
@@ -274,7 +301,10 @@ def losses(folder, rows=None, out=None, device="auto"):
 # --- the command line -----------------------------------------------------------------------------
 
 def side_by_side(names, prompts, args):
-    """A Markdown table: every prompt answered greedily by the base model and by each run."""
+    """A Markdown table: every prompt answered greedily by the base model and by each run.
+
+    A run whose name is taken gets its whole path as its name; "base" is the base model's.
+    """
     import winrate
 
     answers, based = {}, False
@@ -284,8 +314,10 @@ def side_by_side(names, prompts, args):
         if run is not None and not based:
             with model.disable_adapter():
                 answers["base"], based = winrate.respond(model, tokenizer, prompts, **options), True
-        answers[run.name if run else str(name)] = winrate.respond(model, tokenizer, prompts,
-                                                                  **options)
+        column = run.name if run else str(name)
+        if column in ("base", *answers):
+            column = str(Path(name).absolute())
+        answers[column] = winrate.respond(model, tokenizer, prompts, **options)
     return winrate.markdown(["prompt", *answers],
                             [[p, *row] for p, *row in zip(prompts, *answers.values(), strict=True)])
 
@@ -337,6 +369,9 @@ def main(argv=None):
 
     runs = [compare.Run(folder) for folder in args.runs] if args.command in (
         "compare", "report", "ranking") else args.runs
+    out = args.json if args.command == "compare" else getattr(args, "out", None)
+    if out and args.command in ("compare", "qa", "answers"):
+        make_parent(out)
     if args.command == "compare":
         rows = compare.summarise(runs)
         if args.json:

@@ -14,6 +14,7 @@ from pathlib import Path
 import compare
 import plots
 import utils
+from eval import make_parent
 from utils import UserError
 
 TEXT = 700     # characters of a prompt or an answer that are shown
@@ -287,7 +288,7 @@ def curated_rows(path, wanted):
 
 
 def source_texts(run, wanted):
-    """{row_id: (prompt, response)} from the toy or the source, else {}.
+    """{row_id: (prompt, response)} from the toy or the source, and why some are missing ("").
 
     wanted: {row_id: hash}. A text whose hash differs is left out: the source has changed.
     """
@@ -295,7 +296,7 @@ def source_texts(run, wanted):
         if utils.content_hash(prompt, response) == wanted.get(row_id):
             found[row_id] = prompt, response
 
-    found, args = {}, run.args
+    found, why, args = {}, "", run.args
     try:
         if args.toy:
             import toy
@@ -306,9 +307,9 @@ def source_texts(run, wanted):
                 check(row_id, row["prompt"], row["response"])
         else:
             read_source(args, check)
-    except (UserError, OSError):
-        pass
-    return found
+    except (UserError, OSError) as error:
+        why = str(error)
+    return found, why or ("" if found else "the rows of the source are not those of the run")
 
 
 def read_source(args, check):
@@ -319,6 +320,10 @@ def read_source(args, check):
     for part in data.find_parts(args.lower, args.lower_split):
         for place, row in data.read_part(part, args.lower):
             row_id += 1
+            if not isinstance(row, dict):
+                raise UserError(f"{place}: not a row with columns")
+            if missing := [theirs for theirs in columns.values() if theirs not in row]:
+                raise UserError(f'{place}: the column "{missing[0]}" of --lower-columns is gone')
             row = {ours: row[theirs] for ours, theirs in columns.items()} if columns else row
             messages = data.clean_messages(data.row_messages(
                 row, data.find_layout(row, place), "chosen", place), ("<|endoftext|>",))
@@ -362,10 +367,10 @@ def examples(run):
     elif run.rows:
         ordered = sorted(run.rows, key=lambda r: r["rank"])
         best, worst = ordered[:EXAMPLES], ordered[-EXAMPLES:]
-        texts = source_texts(run, wanted | {e["row_id"]: e["hash"] for e in best + worst})
-        if not texts:
-            note = ("<p class='muted'>Texts are not shown: neither the tokenised cache nor the "
-                    "source of the lower rows is where the run found it.</p>")
+        texts, why = source_texts(run, wanted | {e["row_id"]: e["hash"] for e in best + worst})
+        if why:
+            note = (f"<p class='muted'>{'Some texts' if texts else 'Texts'} are not shown: "
+                    f"{escape(why)}</p>")
     else:
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     by_id = {r["row_id"]: r for r in run.rows or ()}
@@ -511,8 +516,8 @@ def write(runs, out):
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; name a file such as {out / 'report.html'}")
     compare.check_same_data(runs)
+    make_parent(out)
     text, tables = plain(page(runs)), plain(markdown(runs))
-    out.parent.mkdir(parents=True, exist_ok=True)
     utils.write_atomic(out, text)
     utils.write_atomic(out.with_suffix(".md"), tables)
     return f"report: {out} ({len(text.encode()) / 2**20:.1f} MiB), tables: {out.with_suffix('.md')}"

@@ -151,6 +151,39 @@ def test_eq_exact_match_is_greedy_generation(rows, models):
     assert exact_match(packed, datasets.Dataset.from_list(made[::3])) == 0.0
 
 
+def test_losses_of_a_model_without_a_stated_context(files, train, monkeypatch, capfd):
+    """Its configuration may lack max_position_embeddings: then any length will do."""
+    run, load = train(files(), epochs=1), evaluation.load_trained
+
+    def unstated(*arguments):
+        model, tokenizer, made = load(*arguments)
+        vars(model.config)["max_position_embeddings"] = None
+        return model, tokenizer, made
+
+    monkeypatch.setattr(evaluation, "load_trained", unstated)
+    evaluation.main(["losses", str(run.out)])
+    evaluation.main(["losses", str(run.out), "--rows", write_rows(
+        run.out / "other.jsonl", make_rows(3, seed=5))])
+    assert "lower_original" in capfd.readouterr().out
+
+
+def test_losses_of_a_run_that_began_with_an_adapter(files, train, adapters, tmp_path, refused):
+    """Before is with that adapter on, as the run itself measured it."""
+    from conftest import copy_tree
+
+    start = copy_tree(adapters["llama"], tmp_path / "start")
+    run = train(files(lower_heldout=5), epochs=1, lr=0.01, adapter=start)
+    evaluation.main(["losses", str(run.out)])
+    found = json.loads((run.out / "losses.json").read_text())
+    for key in ("base/upper_heldout", "base/lower_heldout", "upper_heldout", "lower_heldout"):
+        assert found[key] == pytest.approx(run.result[key], abs=1e-6)
+    base = torch.tensor([w["base_loss"] for w in run.weights]).mean().item()
+    assert found["base/lower_original"] == pytest.approx(base, abs=1e-6)
+    start.rename(tmp_path / "elsewhere")
+    line = refused(lambda: evaluation.main(["losses", str(run.out)]))
+    assert "start: the adapter that the run began with cannot be loaded" in line
+
+
 # --- tables and results ---------------------------------------------------------------------------
 
 def test_table_aligns_and_rounds():

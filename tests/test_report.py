@@ -172,6 +172,68 @@ def test_bad_input_is_one_line(tmp_path, refused):
     assert "not a run's configuration" in refused(lambda: evaluation.main(["report", str(good)]))
 
 
+def test_rows_edited_in_place_are_other_data(tmp_path, refused):
+    """Equal arguments do not do: the rows' own hashes tell, but for seeds and a --keep."""
+    def run(name, seed=0, data=(), **args):
+        folder = fabricate(tmp_path / name, seed=seed, args=args)
+        config = json.loads((folder / "config.json").read_text())
+        config["data"] |= dict(data)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    first, again = run("first"), run("again")
+    edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
+                                                                  keep="k")
+    evaluation.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),
+                     kept])
+    other_seed = run("other", 1, {"upper_heldout": "z"})
+    for runs in ((first, edited), (other_seed, first, edited)):
+        line = refused(lambda r=runs: evaluation.main(["compare", *r]))
+        assert "different data (the rows of upper_heldout changed between them)" in line
+    assert "of lower changed" in refused(lambda: evaluation.main(
+        ["compare", first, run("changed", data={"lower": "x"})]))
+
+
+def test_runs_are_compared_on_the_sets_that_both_have(tmp_path, capfd, refused):
+    def run(name, held_out=None):
+        folder = fabricate(tmp_path / name, args={"lower_heldout": held_out, "method": name})
+        config = json.loads((folder / "config.json").read_text())
+        config["data"] |= {"lower_heldout": held_out} if held_out else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    without, clean, other = run("without"), run("clean", "c.jsonl"), run("other", "d.jsonl")
+    evaluation.main(["compare", without, clean])
+    assert re.search(r"^clean +1 +0\.3000", capfd.readouterr().out, re.M)
+    assert "lower_heldout: c.jsonl and d.jsonl" in refused(
+        lambda: evaluation.main(["compare", without, clean, other]))
+
+
+def test_a_place_to_write_is_made_before_the_work(tmp_path, monkeypatch, refused):
+    run, file = str(fabricate(tmp_path / "run")), tmp_path / "file"
+    file.write_text("")
+    for number, words in enumerate((
+            ["compare", run, "--json"], ["report", run, "--out"],
+            ["keep", run, "--keep-fraction", "0.5", "--out"])):
+        evaluation.main([*words, str(tmp_path / f"new{number}" / "deep" / "out.html")])
+        assert (tmp_path / f"new{number}" / "deep" / "out.html").exists()
+
+    def work(*_):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(evaluation, "load_trained", work)
+    monkeypatch.setattr(evaluation, "side_by_side", work)
+    monkeypatch.setattr(compare, "summarise", work)
+    monkeypatch.setattr(report, "page", work)
+    for words in (["losses", run, "--out"], ["answers", run, "--prompt", "x", "--out"],
+                  ["compare", run, "--json"], ["report", run, "--out"],
+                  ["keep", run, "--keep-fraction", "0.5", "--out"]):
+        line = refused(lambda w=words: evaluation.main([*w, str(file / "out.html")]))
+        assert f"{file / 'out.html'}: its folder cannot be made" in line
+        assert re.search("is (the ranking itself or )?a folder", refused(
+            lambda w=words: evaluation.main([*w, str(tmp_path)])))
+
+
 # --- another threshold ----------------------------------------------------------------------------
 
 def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
@@ -189,6 +251,19 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
             ["keep", str(run), "--keep-fraction", *f]))
     assert "no such file" in refused(lambda: evaluation.main(
         ["keep", str(tmp_path), "--keep-fraction", "0.5"]))
+
+
+def test_keep_counts_what_is_kept_and_checks_ranks(tmp_path, capfd, refused):
+    path = tmp_path / "ranking.jsonl"
+    rows = [{"row_id": n, "hash": "h", "rank": rank} for n, rank in enumerate(
+        (1, 2, 3, 9, 10, 11, 12, 13))]
+    write_rows(path, rows)
+    evaluation.main(["keep", str(path), "--keep-fraction", "0.9"])
+    assert "kept 3 of 8 rows" in capfd.readouterr().out
+    for rank in ("2", None, True):
+        write_rows(path, [*rows[:4], rows[4] | {"rank": rank}])
+        line = refused(lambda: evaluation.main(["keep", str(path), "--keep-fraction", "0.5"]))
+        assert f"ranking.jsonl line 5: the rank {json.dumps(rank)} is not a number" in line
 
 
 def test_training_keeps_what_keep_kept(files, train, tmp_path):
@@ -313,6 +388,13 @@ def test_answers_side_by_side(files, train, online, tmp_path, capfd, refused):
     assert lines[2].startswith("| red \\| blue |")
     assert "--prompt" in refused(lambda: evaluation.main(["answers", str(first.out)]))
 
+    named_base = shutil.copytree(second.out, tmp_path / "base")  # neither loses a column
+    namesake = shutil.copytree(second.out, tmp_path / "other" / "run")
+    evaluation.main(["answers", str(first.out), str(namesake), str(named_base), "--prompt", "red",
+                     "--max-new-tokens", "2", "--out", str(tmp_path / "new" / "answers.md")])
+    header = (tmp_path / "new" / "answers.md").read_text().splitlines()[0]
+    assert header == f"| prompt | base | run | {namesake} | {named_base} |"
+
 
 # --- the page -------------------------------------------------------------------------------------
 
@@ -420,16 +502,28 @@ def test_texts_come_from_the_source_when_the_cache_is_gone(files, train, tmp_pat
     paths = files()
     run = compare.Run(train(paths, epochs=1).out)
     wanted = {r["row_id"]: r["hash"] for r in run.rows}
-    cached = report.source_texts(run, wanted)
-    assert len(cached) == 12
+    cached, why = report.source_texts(run, wanted)
+    assert len(cached) == 12 and why == ""
     shutil.rmtree(tmp_path / "cache")
-    assert report.source_texts(run, wanted) == cached
+    assert report.source_texts(run, wanted) == (cached, "")
     rows = read_rows(paths["lower"])
     rows[4]["response"] += " changed"
     write_rows(paths["lower"], rows)
-    assert report.source_texts(run, wanted) == {k: v for k, v in cached.items() if k != 4}
+    assert report.source_texts(run, wanted)[0] == {k: v for k, v in cached.items() if k != 4}
     (tmp_path / "lower.jsonl").unlink()
-    assert report.source_texts(run, wanted) == {}
+    assert report.source_texts(run, wanted)[0] == {}
+
+
+def test_a_column_that_is_gone_is_said_in_the_report(files, train, tmp_path):
+    paths = files()
+    rows = [{"question": r["prompt"], "answer": r["response"]} for r in read_rows(paths["lower"])]
+    write_rows(paths["lower"], rows)
+    run = train(paths, epochs=1, lower_columns="prompt=question,response=answer")
+    assert "not shown" not in make_page(tmp_path, run.out)[1]
+    write_rows(paths["lower"], [*rows[:3], *({"question": r["question"]} for r in rows[3:])])
+    words = make_page(tmp_path, run.out)[1]
+    assert 'Some texts are not shown: ' in words
+    assert 'line 4: the column "answer" of --lower-columns is gone' in words
 
 
 @pytest.mark.slow
