@@ -63,11 +63,10 @@ SAFETY = {  # what the safety tables change
                "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower redorca "
                                  "--lower-limit 56000 --upper blueorca",
                          "train": "--preset llama3-8b-safety"}},
-    "table3-dpo": {"toy": {"data": "--toy-noise 0.2 --toy-contrary 1",
-                           "train": "--upper-loss dpo"},
+    "table3-dpo": {"toy": {"data": "--toy-noise 0.2 --toy-contrary 1 --upper-loss dpo"},
                    "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower redorca "
-                                     "--lower-limit 56000 --upper rm-hh-rlhf",
-                             "train": "--preset llama3-8b-safety --upper-loss dpo"}},
+                                     "--lower-limit 56000 --upper rm-hh-rlhf --upper-loss dpo",
+                             "train": "--preset llama3-8b-safety"}},
 }
 OFF, ON = "train_offline.py", "train_online.py"
 DYNAMIC = f"{ON} --mask dynamic --ratio-masked 0.1"
@@ -151,7 +150,7 @@ CLAIMS["table3-dpo"] = CLAIMS["table3"]
 
 # Of the README's list of claims: the table, where its figures are stored for the toy and for text.
 GLANCE = (("Table 1", "toy_table1", "planted_table1"), ("Table 3", "toy_table3", None),
-          ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", None),
+          ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", "planted_ranking"),
           ("curated set", "toy_curated", "planted_default_curated"))
 
 LOSSES = {"upper_heldout": "held-out upper", "upper_exact": "exact answers",
