@@ -734,7 +734,7 @@ def finish_run(args, out, model, levels, selector, base_losses, reference, maske
     if args.merge:
         name = str(toy.MODEL) if args.toy else args.model
         loading.save_pretrained(model.merge_and_unload(), out / "merged",
-                                loading.load_tokenizer(name))
+                                tokenizer=loading.load_tokenizer(name))
     if labels:
         print_label_table(labels, scores)
     print(table(["metric", "value"], [[key, value] for key, value in result.items()

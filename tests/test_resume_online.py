@@ -165,7 +165,7 @@ def test_a_finished_run_may_be_ranked_again(online, files):
     ids=lambda changes: next(iter(changes)))
 def test_another_argument_is_refused_by_name(online, files, refused, changes):
     paths = files(lower=6, upper=6)
-    options = {"batch": 6, "epochs": 1, "skip_scores": True}
+    options = {"batch": 3, "epochs": 1, "skip_scores": True}
     online(paths, **options)
     line = refused(lambda: online(paths, **options | changes, resume=True))
     (name,) = changes
