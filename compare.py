@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 import utils
-from eval import auroc, make_parent, read_result, table
+from eval import auroc, read_result, table
 from utils import UserError
 
 SEQUENCE = ("upper_heldout", "lower_original", "lower_heldout", "lower_kept", "lower_refined")
@@ -250,7 +250,7 @@ def keep(source, fraction, out=None):
         "kept": entry["rank"] <= limit} for entry in entries]
     if not any(entry["kept"] for entry in kept):
         raise UserError(f"--keep-fraction {fraction}: of {len(entries)} rows none would be kept")
-    make_parent(out)
+    utils.make_parent(out)
     utils.write_jsonl(out, kept)
     line = f"kept {sum(entry['kept'] for entry in kept)} of {len(entries)} rows: {out}"
     kinds = sorted({e.get("kind") or "bad" for e in entries if e.get("bad")})

@@ -169,17 +169,6 @@ def read_result(folder):
         raise UserError(f"{folder}/result.json: not valid JSON ({error})") from None
 
 
-def make_parent(out):
-    """Make the folder of a file that will be written; `UserError` before the work, not after."""
-    try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: its folder cannot be made ({error.strerror}); choose another "
-                        "path") from None
-    if Path(out).is_dir():
-        raise UserError(f"{out}: is a folder; name a file")
-
-
 # --- losses before and after ----------------------------------------------------------------------
 
 def load_trained(name, device="auto"):
@@ -254,7 +243,7 @@ def losses(folder, rows=None, out=None, device="auto"):
     import data
 
     if out:
-        make_parent(out)
+        utils.make_parent(out)
     model, tokenizer, run = load_trained(folder, device)
     if run is None:
         raise UserError(f"{folder}: not a run folder; losses compares a run with its base model")
@@ -371,7 +360,7 @@ def main(argv=None):
         "compare", "report", "ranking") else args.runs
     out = args.json if args.command == "compare" else getattr(args, "out", None)
     if out and args.command in ("compare", "qa", "answers"):
-        make_parent(out)
+        utils.make_parent(out)
     if args.command == "compare":
         rows = compare.summarise(runs)
         if args.json:

@@ -14,7 +14,6 @@ from pathlib import Path
 import compare
 import plots
 import utils
-from eval import make_parent
 from utils import UserError
 
 TEXT = 700     # characters of a prompt or an answer that are shown
@@ -516,7 +515,7 @@ def write(runs, out):
     if out.is_dir():
         raise UserError(f"--out {out}: is a folder; name a file such as {out / 'report.html'}")
     compare.check_same_data(runs)
-    make_parent(out)
+    utils.make_parent(out)
     text, tables = plain(page(runs)), plain(markdown(runs))
     utils.write_atomic(out, text)
     utils.write_atomic(out.with_suffix(".md"), tables)

@@ -100,17 +100,6 @@ def read_gamed(path):
     return rows
 
 
-def make_folder_of(flag, path):
-    """Make the folder of a file to be written, before the work whose result it will hold."""
-    if Path(path).is_dir():
-        raise UserError(f"{flag} {path}: is a folder; name a file")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{flag} {path}: the folder {Path(path).parent} cannot be made "
-                        f"({error.strerror}); choose another {flag}") from None
-
-
 def write_list(path, rows):
     utils.write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
@@ -380,7 +369,7 @@ def main(argv=None):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: is too small")
     for name in ("out", "cache"):
         if getattr(args, name, None):
-            make_folder_of(f"--{name}", getattr(args, name))
+            utils.make_parent(getattr(args, name))
     args.call(args)
 
 

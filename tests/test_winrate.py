@@ -170,7 +170,7 @@ def test_folders_are_made_before_the_work(tmp_path, monkeypatch, refused):
                               ("--cache", out / "y.json", "cannot be made"),
                               ("--out", out.parent, "is a folder")):
         line = refused(lambda f=flag, p=path: winrate.main([*judging, f, str(p)]))
-        assert f"{flag} {path}" in line and words in line
+        assert str(path) in line and words in line
 
 
 def test_a_folder_that_disappears_is_one_line(tmp_path, refused):
