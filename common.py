@@ -381,13 +381,10 @@ def coming_rows(num_rows, args, step, steps, total):
 def budget_steps(args, lower):
     """Steps until --token-budget tokens of the lower rows (prompts included) are read."""
     lengths = torch.as_tensor(data.row_lengths(lower))
-    per_epoch, read, steps = math.ceil(len(lower) / args.batch), 0, 0
-    while read < args.token_budget:
-        epoch, k = divmod(steps, per_epoch)
-        order = data.permutation(len(lower), args.seed, epoch, stream=0)
-        read += int(lengths[order[k * args.batch:][:args.batch]].sum())
-        steps += 1
-    return steps
+    epochs, rest = divmod(args.token_budget - 1, int(lengths.sum()))
+    order = data.permutation(len(lower), args.seed, epochs, stream=0)
+    read = torch.stack([part.sum() for part in lengths[order].split(args.batch)]).cumsum(0)
+    return epochs * len(read) + int((read <= rest).sum()) + 1
 
 
 def learning_rate(args, step, total):

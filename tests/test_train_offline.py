@@ -557,6 +557,21 @@ def test_cosine_schedule_and_constant(train, files):
     assert [step["lr"] for step in constant.metrics] == [1e-3] * 4
 
 
+def test_the_step_at_which_a_token_budget_is_read(monkeypatch):
+    """Counted step by step, over several epochs and last batches that are smaller."""
+    lengths, batch, seed = [3, 9, 4, 1, 7, 2, 8], 3, 5
+    monkeypatch.setattr(data, "row_lengths", torch.tensor)
+    read, ends = 0, []
+    for epoch in range(3):
+        order = data.permutation(len(lengths), seed, epoch, stream=0).tolist()
+        for start in range(0, len(order), batch):
+            read += sum(lengths[i] for i in order[start:start + batch])
+            ends.append(read)
+    for budget in range(1, read + 1):
+        args = argparse.Namespace(token_budget=budget, batch=batch, seed=seed)
+        assert common.budget_steps(args, lengths) == 1 + sum(end < budget for end in ends)
+
+
 def test_theta_hat_follows_the_schedule(train, files):
     """The correction compares two models of the same step size."""
     run = train(files(lower=8, upper=8), batch=4, epochs=2, schedule="cosine", save_every=3,
