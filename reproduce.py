@@ -209,15 +209,15 @@ def execute(args, methods, folder, scale=None, also_score=()):
         needed.setdefault(REFERENCE, METHODS[REFERENCE])
     for method, command in [*needed.items(), *((name, None) for name in also_score)]:
         script, *flags = words_of(command or method.lower())
-        if (command or "").startswith(DYNAMIC) and args.scale != "paper":
-            flags += words_of(SHORT_DYNAMIC)
+        short = words_of(SHORT_DYNAMIC) if args.scale != "paper" and (command or "").startswith(
+            DYNAMIC) else []
         for seed in range(args.seeds):
             out = folder / slug(method) / f"seed-{seed}"
             file, tail = out / "result.json", ["--seed", str(seed), "--out"]
             if script.endswith(".py"):
                 online = scale["online"] if script == ON else []
                 first[file] = shlex.join(  # the method's own flags last, so that they win
-                    [script, *training, *online, *flags, *tail, str(out)])
+                    [script, *short, *training, *online, *flags, *tail, str(out)])
             else:
                 kept = out.with_name(f"seed-{seed}.kept.jsonl")
                 first[kept] = shlex.join(["baselines.py", script, *scale["data"], *scale["select"],

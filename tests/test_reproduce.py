@@ -250,7 +250,8 @@ def test_one_row_of_each_safety_table(target, here, folders, capsys):
     dpo = target == "table3-dpo"
     reproduce.main([target, "--scale", "small", "--data", tiny(here, folders, pairs=dpo),
                     "--train", TINY + (" --upper-loss dpo" if dpo else ""),
-                    "--online", "--k-gen 2 --max-new-tokens 4", "--seeds", "1", "--workers", "1",
+                    "--online", "--first-refresh 1 --k-gen 2 --max-new-tokens 4", "--seeds", "1",
+                    "--workers", "1",
                     "--only", "online dynamic"])
     stored = json.loads((here / f"results/small_{target.replace('-', '_')}.json").read_text())
     run = stored["results"]["online dynamic"][0]
