@@ -1,4 +1,4 @@
-# make demo: the embedded toy, about three minutes on two cores.   make test: the tests.
+# make demo: the embedded toy, three to four minutes on two cores.   make test: the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
