@@ -12,27 +12,19 @@ That bounds how often a good answer would be replaced (the false-replacement rat
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
-from pathlib import Path
-
-import torch
-
-import utils
-from eval import row_losses
+import models
+from batches import answer_row, prompt_of, response_of, row_losses
 from generate import generate
+from runtime.processes import rank, share_list
+from toy import corpus
+from utils import UserError, each_jsonl, write_jsonl
+
+# ruff: isort: split
+import torch
 
 FORMATS = ("alpaca", "prompt-completion", "messages")
 MIN_CALIBRATION = 20  # held-out rows; with fewer a 95th percentile says nothing
 QUANTILE = 0.95
-
-
-def prompt_of(row):
-    """The prompt's tokens of a tokenised row (everything before the first trained token)."""
-    return row["input_ids"][:row["trained"].index(1)]
-
-
-def answer_row(prompt, tokens):
-    """A tokenised row that trains on a generated answer."""
-    return {"input_ids": prompt + tokens, "trained": [0] * len(prompt) + [1] * len(tokens)}
 
 
 def end_tokens(rows, tokenizer):
@@ -64,7 +56,7 @@ def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
     longest = max(row["trained"].index(1) for row in lower)
     if longest + max_new_tokens > context:
-        raise utils.UserError(
+        raise UserError(
             f"--max-new-tokens {max_new_tokens}: behind the longest prompt of {longest} tokens it "
             f"exceeds the model's context of {context}; lower it or --max-prompt")
 
@@ -98,31 +90,29 @@ def recommend(margin, threshold, fine):
     return "refined"
 
 
-def response_of(row):
-    return [token for token, trained in zip(row["input_ids"], row["trained"], strict=True)
-            if trained]
+def greedy(model, prompts, sampling, label):
+    """The likeliest answer to each prompt, [(tokens, complete)]; all processes share the work.
+
+    sampling: options of `generate`, of which the temperature is not used.
+    """
+    return share_list(lambda prompts: generate(
+        model, prompts, [""] * len(prompts), label=label, **sampling | {"temperature": 0.0}),
+        prompts)
 
 
-def greedy(args, model, prompts, end_ids, label):
-    """The likeliest answer to each prompt, [(tokens, complete)]; all processes share the work."""
-    return utils.split(lambda prompts: generate(
-        model, prompts, [""] * len(prompts), max_new_tokens=args.max_new_tokens, temperature=0.0,
-        end_ids=end_ids, batch_size=args.generation_batch, label=label), prompts)
-
-
-def calibrate(args, model, held_out, end_ids, blank):
+def calibrate(model, held_out, sampling, blank):
     """(threshold, false-replacement rate) from trusted held-out prompts; (None, None) for too few.
 
     One half of the prompts sets the threshold, the other half measures how often it would replace
     a trusted answer: on the rows that set it the rate is 5 % by construction.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = models.context_length(model.config)
     rows = [row for row in (held_out[i] for i in range(min(len(held_out), 400)))
-            if len(prompt_of(row)) + args.max_new_tokens <= context]
+            if len(prompt_of(row)) + sampling["max_new_tokens"] <= context]
     if len(rows) < 2 * MIN_CALIBRATION:
         return None, None
     prompts = [prompt_of(row) for row in rows]
-    written = greedy(args, model, prompts, end_ids, "trusted prompts")
+    written = greedy(model, prompts, sampling, "trusted prompts")
     margins = (scores(model, prompts, [tokens for tokens, _ in written], blank)
                - scores(model, prompts, [response_of(row) for row in rows], blank))
     fine = torch.tensor([well_formed(*answer) for answer in written])
@@ -132,7 +122,48 @@ def calibrate(args, model, held_out, end_ids, blank):
     return threshold, replaced[~half].double().mean().item()
 
 
-def curated_set(args, out, model, levels, tokenizer, selector, mask, buffer, end_ids, ranks, kept):
+def refine(run, positions, sampling):
+    """A greedy answer to the rows at these positions, and what to do with it.
+
+    Returns ({position: {refined, recommended, margin, refined_logp}}, threshold, false-replacement
+    rate), see `calibrate`.
+    """
+    model, lower = run.model, run.levels.lower
+    rows = [lower[p] for p in positions]
+    prompts = [prompt_of(row) for row in rows]
+    blank = empty_prompt([prompt_of(lower[i]) for i in range(min(50, len(lower)))])
+    written = greedy(model, prompts, sampling, "refining")
+    new = [tokens for tokens, _ in written]
+    threshold, false_rate = calibrate(model, run.levels.upper_heldout, sampling, blank)
+    margins = (scores(model, prompts, new, blank)
+               - scores(model, prompts, [response_of(row) for row in rows], blank)).tolist()
+    losses, lengths = row_losses(model, [answer_row(p, y)
+                                         for p, y in zip(prompts, new, strict=True)])
+    if not torch.isfinite(losses).all():
+        raise UserError(f"{run.out}: the loss under the final model is not finite; lower --lr and "
+                        "start again in another --out")
+    refined = {}
+    for i, position in enumerate(positions):
+        text = run.tokenizer.decode(new[i], skip_special_tokens=True).strip()
+        fine = well_formed(*written[i]) and bool(text)
+        refined[position] = {
+            "refined": text, "recommended": recommend(margins[i], threshold, fine),
+            "margin": margins[i], "refined_logp": -(losses[i] * lengths[i]).item()}
+    return refined, threshold, false_rate
+
+
+def current_logps(model, buffer):
+    """{position: (G,) log-probs of its training answers under the model of now}."""
+    if not buffer:
+        return {}
+    positions = sorted(buffer)
+    losses, lengths = row_losses(model, [row for p in positions for row in buffer[p].rows],
+                                 label="ratios")
+    logps = (-losses.double() * lengths).view(len(positions), -1)
+    return dict(zip(positions, logps, strict=True))
+
+
+def curated_set(run, mask, buffer, sampling, ranks, kept):
     """Answer the bottom-R rows once more, greedily, and write `curated.jsonl`, best row first.
 
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
@@ -140,81 +171,53 @@ def curated_set(args, out, model, levels, tokenizer, selector, mask, buffer, end
     margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
     (lists over its G answers), refined_logp. Returns metrics for the result.
     """
-    lower = levels.lower
-    weights = selector.weights().cpu()
-    bottom = (ranks > len(lower) - round(args.ratio_masked * len(lower))).nonzero()
-    bottom = bottom.flatten().tolist()
-    tokens = [lower[p] for p in bottom]
-    prompts = [prompt_of(row) for row in tokens]
-    blank = empty_prompt([prompt_of(lower[i]) for i in range(min(50, len(lower)))])
-    written = greedy(args, model, prompts, end_ids, "refining")
-    new = [answer for answer, _ in written]
-    threshold, false_rate = calibrate(args, model, levels.upper_heldout, end_ids, blank)
-    margins = (scores(model, prompts, new, blank)
-               - scores(model, prompts, [response_of(row) for row in tokens], blank))
-    losses, lengths = row_losses(model, [answer_row(p, y)
-                                         for p, y in zip(prompts, new, strict=True)])
-    if not torch.isfinite(losses).all():
-        raise utils.UserError(f"{out}: the loss under the final model is not finite; lower --lr "
-                              "and start again in another --out")
-    refined = {}
-    for i, position in enumerate(bottom):
-        text = tokenizer.decode(new[i], skip_special_tokens=True).strip()
-        fine = well_formed(*written[i]) and bool(text)
-        refined[position] = {
-            "refined": text, "recommended": recommend(margins[i].item(), threshold, fine),
-            "margin": margins[i].item(), "refined_logp": -(losses[i] * lengths[i]).item()}
-    current = {}
-    if buffer:
-        positions = sorted(buffer)
-        losses, lengths = row_losses(model, [row for p in positions for row in buffer[p].rows],
-                                     label="ratios")
-        logps = (-losses.double() * lengths).view(len(positions), -1)
-        current = dict(zip(positions, logps, strict=True))
+    lower, weights = run.levels.lower, run.selector.weights().cpu()
+    bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
+    bottom = bottom.nonzero().flatten().tolist()
+    refined, threshold, false_rate = refine(run, bottom, sampling)
+    current = current_logps(run.model, buffer)
 
     def entry(p):
         row = lower[p]
-        found = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
-                 "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
-                 "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
-                 "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
-                 "ratio": None, "logps": None, "old_logps": None}
+        line = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
+                "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
+                "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
+                "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
+                "ratio": None, "logps": None, "old_logps": None}
         if p in current:
             old = buffer[p].old_logps
-            found |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
-                      "old_logps": old.tolist(),
-                      "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
-        return found | refined.get(p, {}) | {name: row[name] for name in ("bad", "kind")
-                                             if name in lower.column_names}
+            line |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
+                     "old_logps": old.tolist(),
+                     "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
+        return line | refined.get(p, {}) | {name: row[name] for name in ("bad", "kind")
+                                            if name in lower.column_names}
 
-    if utils.rank() == 0:
-        file = Path(out) / "curated.jsonl"
-        utils.write_jsonl(file, map(entry, ranks.argsort().tolist()))
-        if args.export_format:
-            export(utils.each_jsonl(file), file.with_suffix(f".{args.export_format}.jsonl"),
-                   args.export_format)
+    if rank() == 0:
+        file = run.out / "curated.jsonl"
+        write_jsonl(file, map(entry, ranks.argsort().tolist()))
+        if run.args.export_format:
+            export(each_jsonl(file), file.with_suffix(f".{run.args.export_format}.jsonl"),
+                   run.args.export_format)
     choices = [answer["recommended"] for answer in refined.values()]
     return {"refined/answers": len(choices),
             **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
             "refined/threshold": threshold, "refined/false_replacement": false_rate,
-            **truth_metrics(args, map(entry, bottom))}
+            **truth_metrics([entry(p) for p in bottom])}
 
 
-def truth_metrics(args, rows):
+def truth_metrics(entries):
     """Precision of the recommendation against always and never replacing, on the toy.
 
-    Over rows with a refined answer: the share whose final answer is right when the recommendation,
-    always the refined, or never the refined one is taken; and the precision of "refined": of the
-    rows so recommended, the share whose new answer is right.
+    entries: lines of the curated set with a refined answer. The share whose final answer is right
+    when the recommendation, always the refined, or never the refined one is taken; and the
+    precision of "refined": of the rows so recommended, the share whose new answer is right.
     """
-    if not args.toy:
+    if not entries or not corpus.is_toy(entries[0]["prompt"]):
         return {}
-    import toy
 
     def right(entry, field):
-        return toy.kind_of(entry["prompt"], entry[field]) == "clean"
+        return corpus.kind_of(entry["prompt"], entry[field]) == "clean"
 
-    entries = [entry for entry in rows if entry["refined"] is not None]
     picked = [entry for entry in entries if entry["recommended"] == "refined"]
     taken = [right(e, "refined" if e["recommended"] == "refined" else "response") for e in entries]
     wrong = [e for e in entries if not right(e, "response")]
@@ -246,4 +249,4 @@ def export(rows, path, layout):
                 "messages": {"messages": [{"role": "user", "content": prompt},
                                           {"role": "assistant", "content": response}]}}[layout]
 
-    utils.write_jsonl(path, chosen())
+    write_jsonl(path, chosen())

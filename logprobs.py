@@ -15,9 +15,7 @@ tensor, and per-token weights may be decided *after* the forward (importance rat
     T = 4,096, V = 50,304, d = 2,048    1.6 GB (float32)            T d (34 MB) + one chunk (32 MB)
     T = 16,384, V = 128,256, d = 4,096  16.8 GB                     134 MB + a chunk (1 GB on CUDA)
 
-Only response positions reach the head. Under no_grad one matrix product runs instead of two. A head
-that is trained itself costs two more in the backward, still chunk by chunk, and there positions of
-weight zero are left out.
+Only response positions reach the head. Under no_grad one matrix product runs instead of two.
 
 On CUDA a Triton kernel turns a row of float32 logits into its log-prob and, in place, into the
 bf16 row of one-hot minus softmax that the second product reads; and attention is torch's
@@ -26,17 +24,15 @@ variable LOGPROBS_KERNEL) forces one: "auto", "torch", "triton", "reference".
 
 Plain tensors in and out; imports nothing from the project. float64 in gives float64 out, anything
 else returns float32 log-probs: bf16 log-probs are off by 0.06-0.35 a token, and they are summed and
-exponentiated later. Under LoRA a bf16 base computes in bf16 throughout, see `packed_forward`.
+exponentiated later.
 
 Not supported, and routed to `reference=True` (the model's own logits, slow but general): heads with
-a bias, soft-capped or scaled logits, an adapted head. Refused: sliding windows shorter than a row,
-soft-capped attention. `check_model` compares both paths on a loaded model.
+a bias, soft-capped or scaled logits, an adapted or trained head. Refused: sliding windows shorter
+than a row, soft-capped attention. `check_model` compares both paths on a loaded model.
 
     python logprobs.py      # largest error, time and peak memory of each kernel on ragged sizes
 """
 
-import contextlib
-import functools
 import inspect
 import os
 
@@ -78,18 +74,19 @@ def token_logprobs(hidden, head, targets, reference=False, kernel=None):
     """log p(target) for every position.
 
     hidden (T, d), head (V, d), targets (T,) int64 -> (T,) float32 (float64 for float64), nats.
-    Differentiable in `hidden` and, when it wants a gradient, in `head`. kernel: one of KERNELS,
-    None for the module's KERNEL; `reference=True` is "reference". Targets outside [0, V) are the
-    caller's error and, as in `gather`, checked on no path that is fast.
+    Differentiable in `hidden`; a head that wants a gradient gets it from the reference alone, and
+    is refused elsewhere. kernel: one of KERNELS, None for the module's KERNEL; `reference=True` is
+    "reference". Targets outside [0, V) are the caller's error and, as in `gather`, checked on no
+    path that is fast.
     """
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and head {tuple(head.shape)} do not match")
     kernel = "reference" if reference else _pick(kernel or KERNEL, hidden)
     if kernel == "reference":
         return token_logprobs_reference(hidden, head, targets)
+    if torch.is_grad_enabled() and head.requires_grad:
+        raise ValueError("the head wants a gradient, which only kernel='reference' gives")
     with torch.autocast(hidden.device.type, enabled=False):
-        if torch.is_grad_enabled() and head.requires_grad:
-            return _TrainedHead.apply(hidden, head, targets, kernel)
         wants_grad = torch.is_grad_enabled() and hidden.requires_grad
         return _TokenLogprobs.apply(hidden, head, targets, wants_grad, kernel)
 
@@ -128,33 +125,8 @@ class _TokenLogprobs(torch.autograd.Function):
         return (gradient * grad_logps[:, None]).to(gradient.dtype), None, None, None, None
 
 
-class _TrainedHead(torch.autograd.Function):
-    """Keeps the inputs; backward makes the logits again, chunk by chunk, for both gradients."""
-
-    @staticmethod
-    def forward(ctx, hidden, head, targets, kernel):
-        ctx.save_for_backward(hidden, head, targets)
-        ctx.kernel = kernel
-        return _chunked(hidden, head, targets, False, kernel)[0]
-
-    @staticmethod
-    def backward(ctx, grad_logps):
-        hidden, head, targets = ctx.saved_tensors
-        used = grad_logps.nonzero().squeeze(1)  # what has no weight is not computed again
-        grad_hidden = torch.zeros_like(hidden)
-        grad_head = torch.zeros(head.shape, dtype=grad_logps.dtype, device=head.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            _, gradient = _chunked(hidden[used], head, targets[used], True, ctx.kernel,
-                                   grad_head, grad_logps[used])
-            grad_hidden[used] = (gradient * grad_logps[used, None]).to(hidden.dtype)
-        return grad_hidden, grad_head.to(head.dtype), None, None
-
-
-def _chunked(hidden, head, targets, wants_grad, kernel, grad_head=None, weights=None):
-    """log-probs (T,) and, if wanted, g (T, d) in the dtype of `hidden`; never T x V.
-
-    grad_head (V, d): gains sum_t weights[t] (onehot_t - softmax_t) h_t, summed in its own dtype.
-    """
+def _chunked(hidden, head, targets, wants_grad, kernel):
+    """log-probs (T,) and, if wanted, g (T, d) in the dtype of `hidden`; never T x V."""
     length, vocabulary = len(hidden), len(head)
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logps = torch.empty(length, dtype=dtype, device=hidden.device)
@@ -172,9 +144,6 @@ def _chunked(hidden, head, targets, wants_grad, kernel, grad_head=None, weights=
             torch.mm(d_logits, head, out=gradient[rows])
         elif wants_grad:
             gradient[rows] = d_logits @ head
-        if grad_head is not None:
-            scaled = (hidden[rows] * weights[rows, None]).to(head.dtype)
-            grad_head += d_logits.T @ scaled
     return logps, gradient
 
 
@@ -330,86 +299,16 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # generation pads, and ne
 def packed_forward(model, batch):
     """A backbone's hidden states (T, d), or a causal LM's logits (T, V), for a packed batch.
 
-    In the dtype of the base. PEFT keeps adapters in float32 and would upcast what they read: two
-    matrix products in three ran in float32. Here they compute in the dtype of the base; the float32
-    master weights are rounded when used and get float32 gradients.
+    In the dtype of the base. Wrapped by PEFT, adapters compute in float32 unless their layers have
+    another forward (this project's models.py gives them one).
     """
     dtype = model.get_input_embeddings().weight.dtype
     # A 4-D mask is handed through untouched by transformers, so none is built; ours ignores it.
     placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch["input_ids"].device)
-    with _adapters(model, dtype, placeholder.device.type):
-        output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"],
-                       attention_mask=placeholder, use_cache=False, cu_seqlens=batch["cu_seqlens"],
-                       row_lengths=batch["cu_seqlens"].diff().tolist())
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"],
+                   attention_mask=placeholder, use_cache=False, cu_seqlens=batch["cu_seqlens"],
+                   row_lengths=batch["cu_seqlens"].diff().tolist())
     return output[0][0].to(dtype)
-
-
-class _LoraLinear(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T without a pass over memory for the adapter.
-
-    PEFT's own forward scales, adds and, in the backward, adds again: passes over T x d that cost
-    half of the frozen product on a CPU. Here the adapter's products accumulate into the base's.
-    x (..., in), W (out, in) frozen, A (r, in), B (out, r); computes in the dtype of W, so float32
-    masters of a bf16 base are rounded when used; the gradients of A and B are float32.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
-        flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-        low = flat @ a.to(weight.dtype).T
-        output = torch.nn.functional.linear(flat, weight, bias)
-        output.addmm_(low, b.to(weight.dtype).T, alpha=scale)
-        ctx.save_for_backward(flat, weight, a, b, low)
-        ctx.scale, ctx.input = scale, (x.shape, x.dtype)
-        return output.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        flat, weight, a, b, low = ctx.saved_tensors
-        grad = grad.reshape(-1, grad.shape[-1])
-        grad_low = (grad @ b.to(weight.dtype)).mul_(ctx.scale)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, a.to(weight.dtype))
-            grad_x = grad_x.view(ctx.input[0]).to(ctx.input[1])
-        grad_a, grad_b = grad_low.T @ flat, (grad.T @ low).mul_(ctx.scale)
-        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype), None
-
-
-def _lora_forward(layer, x, *args, **kwargs):
-    """A PEFT LoRA layer's forward by `_LoraLinear`; PEFT's own where that would not be the same."""
-    names, base = layer.active_adapters, layer.base_layer
-    if args or kwargs or layer.disable_adapters or layer.merged or len(names) != 1 \
-            or names[0] not in layer.lora_A or names[0] in layer.lora_variant \
-            or base.weight.requires_grad or layer.lora_B[names[0]].bias is not None \
-            or getattr(layer.lora_dropout[names[0]], "p", 0.0):
-        return type(layer).forward(layer, x, *args, **kwargs)
-    return _LoraLinear.apply(x, base.weight, base.bias, layer.lora_A[names[0]].weight,
-                             layer.lora_B[names[0]].weight, layer.scaling[names[0]])
-
-
-@contextlib.contextmanager
-def _adapters(model, dtype, device):
-    """LoRA layers of frozen linear ones compute by `_lora_forward`, for good: a checkpointed
-    forward is repeated later. Others (quantised, say), over a bf16 or fp16 base, under autocast."""
-    others = []
-    for layer in (m for m in model.modules() if "lora_A" in m._modules):  # hasattr is slow
-        if type(getattr(layer, "base_layer", None)) is not torch.nn.Linear:
-            others.append(layer)
-        elif "forward" not in vars(layer):
-            layer.forward = functools.partial(_lora_forward, layer)
-    if not others or dtype not in (torch.bfloat16, torch.float16):
-        yield
-        return
-    before = [getattr(layer, "cast_input_dtype_enabled", True) for layer in others]
-    try:
-        for layer in others:  # PEFT's switch: autocast rounds the input, PEFT would widen it first
-            layer.cast_input_dtype_enabled = False
-        with torch.autocast(device, dtype=dtype):
-            yield
-    finally:
-        for layer, enabled in zip(others, before, strict=True):
-            layer.cast_input_dtype_enabled = enabled
 
 
 def _plain_head(causal_lm):
@@ -417,7 +316,8 @@ def _plain_head(causal_lm):
     head, config = causal_lm.get_output_embeddings(), causal_lm.config
     special = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier",
                "output_multiplier_scale")
-    if type(head) is not torch.nn.Linear or head.bias is not None:
+    if type(head) is not torch.nn.Linear or head.bias is not None or (
+            head.weight.requires_grad and torch.is_grad_enabled()):
         return None
     return None if any(getattr(config, name, None) is not None for name in special) else head.weight
 

@@ -18,6 +18,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+from runtime import command
+
 ROOT = Path(__file__).resolve().parents[1]
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
           "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -199,12 +201,11 @@ def online(tmp_path, capfd, folders):
 @pytest.fixture
 def refused(capfd):
     """refused(call) -> the one line on stderr of a call that ends in exit code 2."""
-    import utils
 
     def check(call):
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
-            utils.run(call)
+            command.run(call)
         stderr = capfd.readouterr().err
         assert stop.value.code == 2, stderr
         lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]

@@ -27,9 +27,10 @@ from conftest import (
 )
 from safetensors.torch import load_file, save_file
 
-import loading
+import models
 import train_offline
 import utils
+from runtime import command, processes
 
 
 def leftovers(folder):
@@ -198,9 +199,9 @@ def test_flags(bad, options, message):
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert utils.pick_device("cuda").index is None and utils.pick_device("cuda:1").index == 1
+    assert processes.pick_device("cuda").index is None and processes.pick_device("cuda:1").index == 1
     with pytest.raises(utils.UserError, match=r"--device cuda:2: there are 2 CUDA devices"):
-        utils.pick_device("cuda:2")
+        processes.pick_device("cuda:2")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999])
@@ -215,7 +216,7 @@ def test_seeds_that_no_generator_takes(seed):
 def test_what_argparse_refuses_itself(capsys, tmp_path, words):
     """Unknown choices, words for numbers, unknown flags: usage and a line, exit code 2."""
     with pytest.raises(SystemExit) as stop:
-        utils.run(lambda: train_offline.main([*words, *flags(out=tmp_path / "run")]))
+        command.run(lambda: train_offline.main([*words, *flags(out=tmp_path / "run")]))
     stderr = capsys.readouterr().err
     assert stop.value.code == 2 and "Traceback" not in stderr
     assert "error: " in stderr.splitlines()[-1] and not listing(tmp_path)
@@ -425,7 +426,7 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
     paths = files(lower=30 if stage == "cache" else 8, upper=6, longest=4)
     options = {"batch": 4, "epochs": 2, "save_every": 2, "merge": True}
     whole = train(paths, out="whole", cache_dir=tmp_path / "cache of whole", **options)
-    save = loading.save_pretrained
+    save = models.save_pretrained
 
     def full(model, folder, **more):
         if folder.name == {"adapter": "adapter", "merged model": "merged"}.get(stage):
@@ -434,10 +435,10 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
 
     if "checkpoint" in stage or stage == "cache":
         file_size_limit(size)
-    monkeypatch.setattr(loading, "save_pretrained", full)
+    monkeypatch.setattr(models, "save_pretrained", full)
     line = refused(lambda: train(paths, **options))
     file_size_limit(resource.RLIM_INFINITY)
-    monkeypatch.setattr(loading, "save_pretrained", save)
+    monkeypatch.setattr(models, "save_pretrained", save)
     assert re.search("(?i)file too large", line) and "free space" in line
     assert not leftovers(tmp_path)
     new = [name for name in listing(tmp_path) if name.startswith("run/")]

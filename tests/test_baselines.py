@@ -5,19 +5,19 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import common
+import loading
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import recipes
 import torch
 from conftest import ROOT, flags, listing, make_llama, read_rows, write_rows
 from safetensors.torch import load_file
 
 import baselines
-import common
 import data
-import loading
-import recipes
 import train_offline
 import utils
 from utils import UserError

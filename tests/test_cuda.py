@@ -14,9 +14,9 @@ from kernel_checks import (
 )
 
 import generate as generation
-import loading
 import logprobs
-from data import pack
+import models
+from batches import pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -101,7 +101,7 @@ def test_generation_on_the_gpu(folders, adapters):
     """Greedy answers with the static cache equal those without, and those of the CPU in float32."""
     written = []
     for device, static in (("cpu", False), ("cuda", False), ("cuda", True)):
-        model = loading.add_lora(loading.load_model(str(folders["llama"]), torch.device(device),
+        model = models.add_lora(models.load_model(str(folders["llama"]), torch.device(device),
                                                 "float32"), adapter=str(adapters["llama"]))
         prompts = [list(range(5, 5 + size)) for size in (3, 9, 17, 30)]
         written.append(generation.generate(

@@ -11,12 +11,13 @@ import torch
 from conftest import CHATML, ROOT, flags, make_rows, make_tokenizer, read_rows, write_rows
 from test_generate import make_prompts
 
+import batches
 import curate
-import data
-import loading
-import toy
+import models
 import train_online
 import utils
+from data import tokens
+from toy import corpus
 
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
            "margin", "refined_logp", "weight", "masked", "generated_at", "ratio", "logps",
@@ -70,17 +71,17 @@ def test_empty_prompt_of_a_template(tmp_path, chat, text):
     rows = [{"prompt": f"{word} {n}", "response": "x"} for n, word in enumerate(
         ("alpha", "beta", "gamma", "delta"))]
     tokenizer = make_tokenizer(chat)
-    loaded, _ = data.load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, name="lower",
+    loaded, _ = tokens.load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, name="lower",
                                cache_dir=tmp_path / "cache")
-    prompts = [curate.prompt_of(row) for row in loaded]
+    prompts = [batches.prompt_of(row) for row in loaded]
     found = tokenizer.decode(curate.empty_prompt(prompts))
     assert found.replace("User: ", "User:") == text.replace("User: ", "User:")
 
 
 def test_prompt_and_answer_rows():
     row = {"input_ids": [4, 5, 6, 7, 8], "trained": [0, 0, 0, 1, 1]}
-    assert curate.prompt_of(row) == [4, 5, 6] and curate.response_of(row) == [7, 8]
-    assert curate.answer_row([4, 5, 6], [7, 8]) == row
+    assert batches.prompt_of(row) == [4, 5, 6] and batches.response_of(row) == [7, 8]
+    assert batches.answer_row([4, 5, 6], [7, 8]) == row
 
 
 def test_check_room():
@@ -100,11 +101,11 @@ def logp(model, prompt, answer):
 
 def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters):
     """s(y) = (log p(y|x) - log p(y)) / |y|, the adapter switched off and on again."""
-    base = loading.load_model(str(folders["neox"]), torch.device("cpu"))
+    base = models.load_model(str(folders["neox"]), torch.device("cpu"))
     prompts, answers, blank = make_prompts(5), make_prompts(5, seed=1), [9, 8]
     expected = [(logp(base, p, y) - logp(base, blank, y)) / len(y)
                 for p, y in zip(prompts, answers, strict=True)]
-    model = loading.add_lora(base, adapter=str(adapters["neox"]))
+    model = models.add_lora(base, adapter=str(adapters["neox"]))
     assert curate.scores(model, prompts, answers, blank).tolist() == pytest.approx(
         expected, abs=1e-5)
     tuned = (logp(model, prompts[0], answers[0]) - logp(model, blank, answers[0])) / len(answers[0])
@@ -118,7 +119,7 @@ def calibration(monkeypatch):
         count = len(margins)
         fine = [True] * count if fine is None else fine
         answers = [([5, 6, 0] if ok else [0], True) for ok in fine]
-        rows = [curate.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) for n in range(count)]
+        rows = [batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) for n in range(count)]
         asked, scored = [], []
 
         def generate(model, prompts, seeds, **options):
@@ -176,7 +177,7 @@ def test_trusted_prompts_without_room_for_an_answer_are_left_out(calibration):
 def test_eq_truth_metrics_of_the_toy():
     """Precision of the recommendation against always and never replacing, by counting."""
     prompt = "Sort the list: 4 1 7 3"
-    right, contrary = toy.answers(prompt)
+    right, contrary = corpus.answers(prompt)
     rows = [{"prompt": prompt, "response": old, "refined": new, "recommended": choice}
             for old, new, choice in (
                 (right, right, "refined"), (right, contrary, "refined"),
@@ -267,7 +268,7 @@ def test_curated_rows(online, files, folders, spied):
             assert [entry[key] for key in keys] == [None] * 4
             continue
         assert entry["masked"] and entry["generated_at"] == 6
-        now = [logp(tuned, row["input_ids"][:row["trained"].index(1)], curate.response_of(row))
+        now = [logp(tuned, row["input_ids"][:row["trained"].index(1)], batches.response_of(row))
                for row in made.rows]
         assert entry["logps"] == pytest.approx(now, rel=1e-4)
         assert entry["old_logps"] == made.old_logps.tolist() and len(entry["ratio"]) == 3
@@ -344,14 +345,14 @@ def test_the_toy_is_judged_by_its_own_truth(capfd, tmp_path, monkeypatch):
     """The embedded toy, 60 rows of it: shares of right answers by counting in curated.jsonl."""
     if not (ROOT / "toy_model" / "config.json").exists():
         pytest.skip("the embedded base model has not been made yet (python toy.py)")
-    monkeypatch.setattr(toy, "make_rows", functools.partial(
-        toy.make_rows, num_lower=60, num_upper=30, num_heldout=44))
+    monkeypatch.setattr(corpus, "make_rows", functools.partial(
+        corpus.make_rows, num_lower=60, num_upper=30, num_heldout=44))
     train_online.main(flags(out=tmp_path / "run", cache_dir=tmp_path / "cache", batch=20, epochs=1,
                             k_gen=2, ratio_masked=0.5, max_new_tokens=24))
     result = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     rows = read_rows(tmp_path / "run" / "curated.jsonl")
     refined = [row for row in rows if row["refined"] is not None]
-    right = [toy.kind_of(row["prompt"], row["refined"]) == "clean" for row in refined]
+    right = [corpus.kind_of(row["prompt"], row["refined"]) == "clean" for row in refined]
     assert len(refined) == 30 and 0 < sum(right) < 30
     assert result["refined/right_always"] == sum(right) / 30
     assert result["refined/right_never"] == sum(not row["bad"] for row in refined) / 30
@@ -396,7 +397,7 @@ def test_export(online, files, tmp_path, monkeypatch, layout):
     for row, entry in zip(rows, kept, strict=True):
         response = entry["refined" if entry["recommended"] == "refined" else "response"]
         assert exported(row, layout) == (entry["prompt"], response)
-    loaded, _ = data.load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(), name="lower",
+    loaded, _ = tokens.load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(), name="lower",
                                cache_dir=tmp_path / "cache")
     texts = [exported(row, layout) for row in rows]
     assert list(loaded["hash"]) == [utils.content_hash(*text) for text in texts if text[1].strip()]

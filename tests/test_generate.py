@@ -8,9 +8,9 @@ import torch
 from conftest import make_adapter, make_llama, make_neox
 
 import generate as module
-import loading
 import logprobs
-from data import pack
+from models import adapter, add_lora, add_twin, load_model
+from batches import pack
 from generate import folded, generate
 
 END = {0}
@@ -19,7 +19,7 @@ END = {0}
 @pytest.fixture(scope="module")
 def models(folders, adapters):
     """Both architectures with a random adapter, as the training scripts load them."""
-    return {name: loading.add_lora(loading.load_model(str(folder), torch.device("cpu")),
+    return {name: add_lora(load_model(str(folder), torch.device("cpu")),
                                  adapter=str(adapters[name]))
             for name, folder in folders.items()}
 
@@ -171,7 +171,7 @@ def test_training_mode_and_checkpointing_survive(folders, adapters):
     """A model in training mode writes the same, and is in training mode again."""
     prompts, made = make_prompts(5), []
     for checkpointing in (False, True):
-        model = loading.add_lora(loading.load_model(str(folders["llama"]), torch.device("cpu")),
+        model = add_lora(load_model(str(folders["llama"]), torch.device("cpu")),
                                adapter=str(adapters["llama"]), checkpointing=checkpointing)
         training = model.training
         made.append(ask(model, prompts))
@@ -269,26 +269,26 @@ def test_only_the_active_adapter_is_folded(folders, tmp_path):
     """With a second adapter on the same base (--correction), answers are the first one's; and
     with the adapter switched off, the base's."""
     first = make_adapter(folders["llama"], tmp_path / "first", seed=1)
-    model = loading.add_lora(loading.load_model(str(folders["llama"]), torch.device("cpu")),
+    model = add_lora(load_model(str(folders["llama"]), torch.device("cpu")),
                            adapter=str(first))
     prompts = make_prompts(6)
     alone = ask(model, prompts)
-    twin = loading.add_twin(model, "theta_hat")
+    twin = add_twin(model, "theta_hat")
     with torch.no_grad():
         for parameter in twin:
             parameter.add_(0.3)
     assert ask(model, prompts) == alone
-    with loading.adapter(model, "theta_hat"):
+    with adapter(model, "theta_hat"):
         assert ask(model, prompts) != alone
     with model.disable_adapter():
         off = ask(model, prompts)
     assert off != alone
-    assert off == ask(loading.load_model(str(folders["llama"]), torch.device("cpu")), prompts)
+    assert off == ask(load_model(str(folders["llama"]), torch.device("cpu")), prompts)
 
 
 def test_float64_and_padding(folders):
     """Left padding isolates: a short prompt beside a long one, in float64, equals it alone."""
-    model = loading.load_model(str(folders["neox"]), torch.device("cpu"), "float64")
+    model = load_model(str(folders["neox"]), torch.device("cpu"), "float64")
     short, long = [9, 8], make_prompts(1, seed=9)[0] * 5
     for temperature in (0.0, 0.8):
         pair = ask(model, [short, long[:90]], temperature=temperature)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
 import logprobs
-from data import pack
+from batches import pack
 from logprobs import check_model, sequence_logprobs, token_logprobs, token_logprobs_reference
 
 
@@ -745,7 +745,7 @@ model = LlamaForCausalLM(LlamaConfig(
     num_attention_heads=2, bos_token_id=None, eos_token_id=0)).requires_grad_(False)
 theta = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
 ids = torch.randint(0, 50304, (16, 257))
-batch = data.pack([{"input_ids": row, "trained": [0] + [1] * 256} for row in ids.tolist()])
+batch = batches.pack([{"input_ids": row, "trained": [0] + [1] * 256} for row in ids.tolist()])
 before, report = memory("VmRSS"), {}
 for name in ("packed", "plain"):  # the smaller one first: the high-water mark only rises
     if name == "packed":

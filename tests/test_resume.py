@@ -18,6 +18,7 @@ from conftest import ROOT, copy_tree, flags, listing, python, read_rows, write_r
 
 import train_offline
 import utils
+from runtime import folder, metrics
 
 TIMES = "time/"
 
@@ -36,19 +37,19 @@ def fingerprint(run):
 
 def test_a_resumed_run_removes_what_was_half_written(tmp_path):
     out, config = tmp_path / "run", {"args": {}, "environment": {}, "data": {}}
-    utils.open_run(out, config, resume=False)
+    folder.open_run(out, config, resume=False)
     (out / ".weights.jsonl.12345.partial").write_text("half")
-    utils.open_run(out, config, resume=True)
+    folder.open_run(out, config, resume=True)
     assert [path.name for path in out.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize("saved", ["[1, 2]", "3", "null", '{"args": [1]}', '{"environment": 1}'])
 def test_a_config_that_is_none_is_refused(tmp_path, saved):
     out, config = tmp_path / "run", {"args": {"lr": 1}, "environment": {}, "data": {}}
-    utils.open_run(out, config, resume=False)
+    folder.open_run(out, config, resume=False)
     (out / "config.json").write_text(saved)
     with pytest.raises(utils.UserError, match=r"config\.json: not the configuration of a run"):
-        utils.open_run(out, config, resume=True)
+        folder.open_run(out, config, resume=True)
 
 
 def assert_equal(run, whole):
@@ -65,7 +66,7 @@ class Killed(BaseException):
 def stop_at(monkeypatch):
     """stop_at(step, where): the next run dies at that step, before or after a line is logged or
     inside the writing of a checkpoint. Call it with None to let runs live again."""
-    log, save = utils.log_metrics, utils.save_checkpoint
+    log, save = metrics.log_metrics, folder.save_checkpoint
 
     def arm(step, where="after the log"):
         def log_or_die(file, metrics):

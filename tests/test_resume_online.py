@@ -15,9 +15,9 @@ import torch
 from conftest import ROOT, copy_tree, flags, listing, python, read_rows
 from test_resume import Killed, last_step
 
-import loading
+import models
 import train_online
-import utils
+from runtime import metrics
 
 
 def fingerprint(run):
@@ -44,10 +44,9 @@ def stop_at(monkeypatch):
     where: after the log of a step, inside the generation of the refresh at a step (half of its
     answers drawn), after the refresh, in the final pass, or before the adapter is saved.
     """
-    import curate
 
-    log, answer, write = utils.log_metrics, train_online.answer, train_online.generate
-    save, refine = loading.save_adapter, curate.generate
+    log, answer, write = metrics.log_metrics, train_online.answer, train_online.generate
+    save, refine = models.save_adapter, curate.generate
 
     def arm(step, where="after the log"):
         def log_or_die(file, metrics):
@@ -77,11 +76,11 @@ def stop_at(monkeypatch):
                 raise Killed
             save(*args)
 
-        monkeypatch.setattr(utils, "log_metrics", log_or_die)
+        monkeypatch.setattr(metrics, "log_metrics", log_or_die)
         monkeypatch.setattr(train_online, "answer", answer_or_die)
         monkeypatch.setattr(train_online, "generate", write)
         monkeypatch.setattr(curate, "generate", refine_or_die)
-        monkeypatch.setattr(loading, "save_adapter", save_or_die)
+        monkeypatch.setattr(models, "save_adapter", save_or_die)
     return arm
 
 

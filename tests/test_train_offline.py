@@ -1,4 +1,4 @@
-"""train_offline.py and common.py: whole runs on tiny models, against the paper's formulas.
+"""train_offline.py and session.py: whole runs on tiny models, against the paper's formulas.
 
 Every test calls the command line's `main` and looks at what it printed, wrote, or did to theta.
 The independent computation of a run (`by_hand`) uses each row alone in a plain forward, autograd
@@ -25,10 +25,13 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
-import common
-import data
+import batches
+import options
+import ranking
+import session
 import train_offline
 import utils
+from data import sets, tokens
 from selector import penalty
 
 
@@ -177,7 +180,7 @@ def test_eq_bds_run_in_float64(train, files, folders, adapters, tmp_path, model,
     options |= {"lr": 3e-3, "omega_lr": {"sgd": 2.0, "adam": 0.3}[options["omega_optimizer"]],
                 "clip": 0.5 if dpo else 0.7}
     run = train(paths, model, adapter=adapters[model], dtype="float64", batch=7, epochs=3,
-                micro_batch=micro_batch, template=data.TEMPLATE,
+                micro_batch=micro_batch, template=tokens.TEMPLATE,
                 upper_loss="dpo" if dpo else "sft", **options)
     record, theta = by_hand(folders[model], adapters[model], read_rows(paths["lower"]),
                             read_rows(paths["upper"]), epochs=3, **options)
@@ -302,14 +305,14 @@ def test_eq_omega_flags_by_their_formula(train, files):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """{rows in the set: [indices of every read]} of `data.take`."""
-    seen, take = {}, data.take
+    """{rows in the set: [indices of every read]} of `batches.take`."""
+    seen, take = {}, batches.take
 
     def spy(rows, indices):
         seen.setdefault(len(rows), []).append([int(i) for i in indices])
         return take(rows, indices)
 
-    monkeypatch.setattr(data, "take", spy)
+    monkeypatch.setattr(batches, "take", spy)
     return seen
 
 
@@ -332,14 +335,14 @@ def test_last_partial_batch_is_used_and_upper_rows_cycle(train, files, taken):
 @pytest.mark.parametrize(("num_rows", "batch"), [(1, 5), (5, 5), (7, 3), (3, 8), (12, 5)])
 def test_cycle_is_one_endless_sequence(num_rows, batch):
     """However it is cut into steps: one permutation after another, a function of the place."""
-    whole = common.cycle(num_rows, 0, 20 * num_rows, 4).tolist()
+    whole = batches.cycle(num_rows, 0, 20 * num_rows, 4).tolist()
     for c in range(20):
         assert sorted(whole[c * num_rows:][:num_rows]) == list(range(num_rows))
-    steps = [common.cycle(num_rows, k * batch, batch, 4).tolist()
+    steps = [batches.cycle(num_rows, k * batch, batch, 4).tolist()
              for k in range(20 * num_rows // batch)]
     assert list(chain(*steps)) == whole[:len(steps) * batch]
     if num_rows > 3:
-        assert common.cycle(num_rows, 0, 20 * num_rows, 5).tolist() != whole
+        assert batches.cycle(num_rows, 0, 20 * num_rows, 5).tolist() != whole
 
 
 def test_seed_decides_everything(train, files):
@@ -396,14 +399,14 @@ def test_keep_trains_on_exactly_those_rows(train, tmp_path, files):
     source[3]["response"] = source[9]["response"] = ""
     usable = [i for i in range(20) if i not in (3, 9)]
     kept = [1, 4, 5, 10, 13, 19]
-    ranking = [{"row_id": i, "hash": utils.content_hash(source[i]["prompt"], source[i]["response"]),
+    entries = [{"row_id": i, "hash": utils.content_hash(source[i]["prompt"], source[i]["response"]),
                 "rank": rank, "kept": i in kept, "weight": 1.0}
                for rank, i in enumerate(random.Random(0).sample(usable, 18), 1)]
     options = {"batch": 4, "epochs": 2, "lr": 1e-2}
     files_of = []
     for name, rows in (("all", source), ("few", [source[i] for i in kept])):
         paths["lower"] = write_rows(tmp_path / f"{name}.jsonl", rows)
-        keep = write_rows(tmp_path / "kept.jsonl", ranking) if name == "all" else None
+        keep = write_rows(tmp_path / "kept.jsonl", entries) if name == "all" else None
         run = train(paths, out=name, keep=keep, **options)
         files_of.append((run.out / "adapter/adapter_model.safetensors").read_bytes())
         ids = {entry["row_id"] for entry in run.weights}
@@ -427,12 +430,12 @@ def test_a_ranking_is_the_same_in_blocks_of_any_size(monkeypatch, tmp_path, at_o
     """Against sorting whole rows: ties in row order, every column beside its own row."""
     import datasets
 
-    monkeypatch.setattr(common, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(ranking, "ROWS_AT_ONCE", at_once)
     rng = random.Random(3)
     rows = [{"row_id": 2 * i + 1, "hash": f"{i:016x}", "kind": rng.choice("ab"),
              "bad": rng.random() < 0.5} for i in range(23)]
     scores = [rng.randrange(9) / 8 for _ in rows]
-    ranks, kept = common.write_ranking(
+    ranks, kept = ranking.write_ranking(
         tmp_path / "ranking.jsonl", datasets.Dataset.from_list(rows), torch.tensor(scores), 0.4,
         {"weight": torch.tensor(scores) * 2})
     order = sorted(range(23), key=lambda i: (-scores[i], i))
@@ -557,19 +560,18 @@ def test_cosine_schedule_and_constant(train, files):
     assert [step["lr"] for step in constant.metrics] == [1e-3] * 4
 
 
-def test_the_step_at_which_a_token_budget_is_read(monkeypatch):
+def test_the_step_at_which_a_token_budget_is_read():
     """Counted step by step, over several epochs and last batches that are smaller."""
     lengths, batch, seed = [3, 9, 4, 1, 7, 2, 8], 3, 5
-    monkeypatch.setattr(data, "row_lengths", torch.tensor)
     read, ends = 0, []
     for epoch in range(3):
-        order = data.permutation(len(lengths), seed, epoch, stream=0).tolist()
+        order = batches.permutation(len(lengths), seed, epoch, stream=0).tolist()
         for start in range(0, len(order), batch):
             read += sum(lengths[i] for i in order[start:start + batch])
             ends.append(read)
     for budget in range(1, read + 1):
-        args = argparse.Namespace(token_budget=budget, batch=batch, seed=seed)
-        assert common.budget_steps(args, lengths) == 1 + sum(end < budget for end in ends)
+        assert session.budget_steps(budget, torch.tensor(lengths), batch, seed) == 1 + sum(
+            end < budget for end in ends)
 
 
 def test_theta_hat_follows_the_schedule(train, files):
@@ -609,10 +611,10 @@ def test_an_adapters_dropout_is_off(train, online, files, adapters, tmp_path):
 
 def test_kept_rows_that_are_not_there_are_counted(train, files, tmp_path):
     paths = files(lower=8, upper=6)
-    ranking = train(paths, out="all", keep_fraction=1).out / "weights.jsonl"
+    keep = train(paths, out="all", keep_fraction=1).out / "weights.jsonl"
     lower = tmp_path / "fewer.jsonl"
     write_rows(lower, read_rows(paths["lower"])[:5])
-    text = train(paths | {"lower": lower}, out="fewer", method="sft", keep=ranking).text
+    text = train(paths | {"lower": lower}, out="fewer", method="sft", keep=keep).text
     assert "warning: 3 of the 8 rows that" in text
 
 
@@ -629,8 +631,8 @@ def test_gradient_checkpointing_changes_nothing(train, files):
 @pytest.fixture
 def parser(monkeypatch):
     """The parser that `train_offline` builds."""
-    made, parse = [], common.parse
-    monkeypatch.setattr(common, "parse", lambda parser, argv: made.append(parser) or parse(
+    made, parse = [], options.parse
+    monkeypatch.setattr(options, "parse", lambda parser, argv: made.append(parser) or parse(
         parser, argv))
     train_offline.parse_args([])
     return made[0]
@@ -638,10 +640,12 @@ def parser(monkeypatch):
 
 def test_every_flag_is_read_somewhere(parser):
     """By name, as `args.flag` or through a formatted name; a range check alone does not count."""
-    sources = "".join((ROOT / name).read_text() for name in ("train_offline.py", "common.py"))
+    sources = "".join((ROOT / name).read_text() for name in (
+        "train_offline.py", "options.py", "session.py", "data/sets.py"))
     read = set(re.findall(r"\bargs\.(\w+)", sources)) | set(re.findall(r"\bfirst\.(\w+)", sources))
     patterns = [re.sub(r"\{\w+\}", r"(lower|upper|upper_heldout|lower_heldout)", pattern)
                 for pattern in re.findall(r'getattr\(args, f"([^"]+)"', sources)]
+    read |= set(re.findall(r'getattr\(args, "(\w+)"', sources))
     flags = [action.dest for action in parser._actions if action.dest != "help"]
     assert len(flags) > 40
     unread = [flag for flag in flags if flag not in read
@@ -650,17 +654,17 @@ def test_every_flag_is_read_somewhere(parser):
 
 
 def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):
-    options = [option for action in parser._actions for option in action.option_strings]
-    assert len(options) == len(set(options))
-    for name in ("PAPER", "TOY"):
-        for key in getattr(common, name):
+    words = [word for action in parser._actions for word in action.option_strings]
+    assert len(words) == len(set(words))
+    for name, values in options.PRESETS.items():
+        for key in values:
             assert any(action.dest == key for action in parser._actions), (name, key)
 
 
 PUBLISHED = {  # appendix D and section 5, typed in from the paper
-    "lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "omega_lr": 1e-4, "optimizer": "adam",
+    "lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "omega_lr": 1e-4,
     "omega_optimizer": "adam", "batch": 32, "micro_batch": 8, "epochs": 3, "rho_start": 0.1,
-    "rho_step": 0.1, "omega_loss": "next", "max_prompt": 2048, "gradient_checkpointing": True,
+    "rho_step": 0.1, "omega_loss": "next", "gradient_checkpointing": True,
     "correction": 0.0}
 ALPACA, ORCA, LLAMA = ("alpaca-cleaned", "openorca",
                        "meta-llama/Meta-Llama-3-8B-Instruct")
@@ -675,7 +679,7 @@ SETS = {
 
 @pytest.mark.parametrize("preset", SETS)
 def test_presets_hold_the_published_values_and_nothing_else(preset):
-    assert PUBLISHED | SETS[preset] == common.PRESETS[preset] and len(common.PRESETS) == 3
+    assert PUBLISHED | SETS[preset] == options.PRESETS[preset] and len(options.PRESETS) == 4
     given = flags(preset=preset, lower="a.jsonl", upper="b.jsonl")
     args, plain = (vars(train_offline.parse_args(argv)) for argv in (
         given, flags(model="m", lower="a.jsonl", upper="b.jsonl")))
@@ -684,7 +688,7 @@ def test_presets_hold_the_published_values_and_nothing_else(preset):
             assert value == (PUBLISHED | SETS[preset]).get(key, plain[key]), key
     # The command line stands above the preset.
     assert train_offline.parse_args([*given, "--lr", "1", "--epochs", "2"]).lr == 1
-    assert [penalty(epoch) for epoch in range(3)] == common.gammas(argparse.Namespace(**args))
+    assert [penalty(epoch) for epoch in range(3)] == options.gammas(argparse.Namespace(**args))
 
 
 def test_dry_run_writes_nothing_and_prints_the_plan(train, files, tmp_path, folders):
@@ -716,8 +720,8 @@ def test_dry_run_needs_no_weights(train, files, folders, tmp_path):
     assert "memory: about" in train(files(), folder, dry_run=True).text
 
 
-@pytest.mark.skipif(not (ROOT / "toy_model" / "config.json").exists(),
-                    reason="the embedded base model has not been made yet (python toy.py)")
+@pytest.mark.skipif(not (ROOT / "toy" / "model" / "config.json").exists(),
+                    reason="the embedded base model has not been made yet (python -m toy train)")
 def test_the_embedded_toy_runs_without_arguments(capsys, tmp_path):
     train_offline.main(flags(out=tmp_path / "run", cache_dir=tmp_path / "cache", dry_run=True))
     assert "lower: 2400 rows" in capsys.readouterr().out
@@ -730,8 +734,9 @@ def test_the_toy_is_the_same_data_every_time(folders, tmp_path):
     tokenizer, found = AutoTokenizer.from_pretrained(folders["llama"]), []
     for seed in (0, 0, 1):
         args = train_offline.parse_args(flags(cache_dir=tmp_path, seed=seed))
-        levels = common.load_levels(args, tokenizer, 2**31)
-        found.append(common.run_config(args, levels, torch.device("cpu"), "float32")["data"])
+        levels = sets.load_levels(args, tokenizer, 2**31)
+        found.append({name: sets.rows_hash(rows)
+                      for name, rows in session.row_sets(levels).items()})
     assert found[0] == found[1] and len(found[0]) == 4
     assert not set(found[0].values()) & set(found[2].values())
 

@@ -27,12 +27,15 @@ from conftest import (
 from test_generate import only_ends
 from test_train_offline import adam_step, adapter, load_float64, mean_loss, omega, tokenise
 
-import common
-import data
+import batches
+import curate
 import generate
+import options
+import ranking
 import selector
 import train_offline
 import train_online
+from data import tokens
 
 SPECIALS = "<|im_start|>", "<|im_end|>", "<eos>", "<pad>"
 
@@ -183,7 +186,7 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, spied, case)
     model = options.pop("model", "llama")
     paths, spied.shift = files(lower=7, upper=7), 0.7
     run = online(paths, model, adapter=adapters[model], dtype="float64", batch=7, epochs=3,
-                 ratio_masked=0.43, template=data.TEMPLATE, **options)
+                 ratio_masked=0.43, template=tokens.TEMPLATE, **options)
     for name in ("mask", "micro_batch"):
         del options[name]
     record, theta = by_hand(folders[model], adapters[model], read_rows(paths["lower"]),
@@ -361,7 +364,7 @@ def test_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, spied,
     assert sum("mask_churn" in step for step in run.metrics) == 5
     # Each step's share of masked rows, with the mask of its refresh.
     for step in run.metrics:
-        rows = data.permutation(20, 0, step["epoch"], stream=0)[step["step"] % 4 * 5:][:5]
+        rows = batches.permutation(20, 0, step["epoch"], stream=0)[step["step"] % 4 * 5:][:5]
         share = spied.masks[step["step"] // 4][rows].double().mean().item()
         assert step["masked_share"] == pytest.approx(share)
     assert {e["row_id"] for e in run.weights if e["masked"]} == set(
@@ -405,12 +408,12 @@ def test_coming_rows_by_walking_the_steps(num_rows, batch, k_gen, step, total):
     args = train_online.parse_args(flags(model="m", lower="a", upper="b", batch=batch, seed=3))
     per_epoch, expected, s = math.ceil(num_rows / batch), set(), 0
     for epoch in range(50):
-        order = data.permutation(num_rows, 3, epoch, stream=0).tolist()
+        order = batches.permutation(num_rows, 3, epoch, stream=0).tolist()
         for k in range(per_epoch):
             if step <= s < min(step + k_gen, total):
                 expected |= set(order[k * batch:(k + 1) * batch])
             s += 1
-    assert common.coming_rows(num_rows, args, step, k_gen, total) == sorted(expected)
+    assert batches.coming_rows(num_rows, args, step, k_gen, total) == sorted(expected)
 
 
 @pytest.mark.parametrize("mask", ["static", "dynamic"])
@@ -435,7 +438,7 @@ def test_window_and_all_train_the_same(online, files, adapters, spied, mask):
     for step, many in made["all"].items():
         few = made["window"].get(step, {})  # no masked row is read: nothing is answered
         epoch, k = divmod(step, 6)
-        read = data.permutation(24, 0, epoch, stream=0)[4 * k:4 * k + 8].tolist()
+        read = batches.permutation(24, 0, epoch, stream=0)[4 * k:4 * k + 8].tolist()
         masked = spied.masks[step // 2].nonzero().flatten().tolist()
         assert sorted(many) == masked and sorted(few) == sorted(set(masked) & set(read))
         for p, answers in few.items():
@@ -567,12 +570,11 @@ def test_architectures_and_templates(online, files, folders, tmp_path, spied, mo
 
 def test_chat_answers_end_with_the_turn_or_with_eos(folders, files, tmp_path):
     """End tokens: EOS and what complete rows end in; of a plain template EOS alone."""
-    import curate
 
     paths = files(lower=5)
     for chat, ends in ((None, {"<eos>"}), (CHATML, {"<eos>", "<|im_end|>"})):
         tokenizer = make_tokenizer(chat)
-        rows, _ = data.load_rows(paths["lower"], tokenizer, name="lower",
+        rows, _ = tokens.load_rows(paths["lower"], tokenizer, name="lower",
                                  cache_dir=tmp_path / "cache")
         assert curate.end_tokens(rows, tokenizer) == {
             tokenizer.convert_tokens_to_ids(end) for end in ends}
@@ -720,8 +722,8 @@ def test_a_loss_that_is_not_finite(online, files, refused, tmp_path, omega_loss)
 
 def test_every_flag_is_read_somewhere(monkeypatch):
     """The flags of this script alone; those of common.py have a test of their own."""
-    made, parse = [], common.parse
-    monkeypatch.setattr(common, "parse", lambda parser, *rest: made.append(parser) or parse(
+    made, parse = [], options.parse
+    monkeypatch.setattr(options, "parse", lambda parser, *rest: made.append(parser) or parse(
         parser, *rest))
     train_online.parse_args([])
     train_offline.parse_args([])
@@ -786,7 +788,7 @@ def test_masked_rows_are_ranked_within_their_group_or_below():
     generate, original = SimpleNamespace(masked="generate"), SimpleNamespace(masked="original")
 
     def ranks(implicit, mask_is_ranked):
-        return common.rank_rows(common.row_scores(generate, omega, masked, implicit,
+        return ranking.rank_rows(ranking.original_scores(generate, omega, masked, implicit,
                                                   mask_is_ranked)).tolist()
 
     assert ranks(None, False) == [5, 1, 3, 2, 4, 6]
@@ -794,8 +796,8 @@ def test_masked_rows_are_ranked_within_their_group_or_below():
     implicit = torch.tensor([0.0, 0.0, 0.0, -3.0, -1.0, -2.0])
     assert ranks(implicit, False) == [5, 1, 3, 6, 2, 4]
     assert ranks(implicit, True) == [3, 1, 2, 6, 4, 5]
-    assert torch.equal(common.row_scores(generate, omega, None, implicit, False), omega)
-    assert torch.equal(common.row_scores(original, omega, masked, implicit, True), omega)
+    assert torch.equal(ranking.original_scores(generate, omega, None, implicit, False), omega)
+    assert torch.equal(ranking.original_scores(original, omega, masked, implicit, True), omega)
 
 
 def test_a_dynamic_mask_that_only_the_first_step_drew_is_ranked_like_a_static_one(online, files):

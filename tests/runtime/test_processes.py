@@ -16,9 +16,9 @@ import torch
 from conftest import ROOT, flags, make_rows, python, read_rows, write_rows
 from safetensors.torch import load_file
 
-import common
+import batches
 import train_offline
-import utils
+from runtime import processes
 
 TOLERANCE = 1e-9  # the issue asks for 1e-5
 
@@ -29,33 +29,33 @@ import importlib, json, os, pathlib, signal, sys
 import common, loading, utils
 
 runs, facts, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
-log, shard = utils.log_metrics, loading.shard
+log, shard = metrics.log_metrics, models.shard
 
 def log_or_die(file, metrics):
     log(file, metrics)
-    if last and kill and (utils.rank(), metrics["step"]) == (int(kill[0]), int(kill[1])):
+    if last and kill and (processes.rank(), metrics["step"]) == (int(kill[0]), int(kill[1])):
         os.kill(os.getpid(), signal.SIGKILL)
 
 def shard_and_tell(model, device):
     shard(model, device)
     split = [p for p in model.parameters() if hasattr(p, "to_local")]
-    facts.with_suffix(f".{utils.rank()}").write_text(json.dumps({
+    facts.with_suffix(f".{processes.rank()}").write_text(json.dumps({
         "here": sum(p.to_local().numel() for p in split), "all": sum(p.numel() for p in split),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "whole": sum(p.numel() for p in model.parameters() if not hasattr(p, "to_local"))}))
 
-utils.log_metrics, loading.shard = log_or_die, shard_and_tell
+metrics.log_metrics, models.shard = log_or_die, shard_and_tell
 
 def main():
     global last
     if "OTHER_ROWS" in os.environ and os.environ["RANK"] == "1":
-        common.rows_hash = lambda rows: "other"
+        sets.rows_hash = lambda rows: "other"
     jobs = json.loads(pathlib.Path(runs).read_text())
     for number, (script, arguments) in enumerate(jobs, 1):
         last = number == len(jobs)
         importlib.import_module(script).main(arguments)
 
-utils.run(main)
+command.run(main)
 """
 
 
@@ -322,7 +322,7 @@ def test_begun_by_one_process_and_continued_by_two(torchrun, options, tmp_path, 
         if metrics["step"] == 3:
             raise Killed
 
-    monkeypatch.setattr(utils, "log_metrics", die)
+    monkeypatch.setattr(metrics, "log_metrics", die)
     with pytest.raises(Killed):
         alone("train_offline", options, tmp_path / "run")
     monkeypatch.undo()
@@ -381,8 +381,8 @@ def test_fsdp_needs_several_processes(train, files, refused, monkeypatch):
 def as_process(monkeypatch):
     """as_process(rank, count): this process takes itself for one of several."""
     def become(rank, count):
-        monkeypatch.setattr(utils, "rank", lambda: rank)
-        monkeypatch.setattr(utils, "world_size", lambda: count)
+        monkeypatch.setattr(processes, "rank", lambda: rank)
+        monkeypatch.setattr(processes, "world_size", lambda: count)
     return become
 
 
@@ -393,7 +393,7 @@ def rows_of(lengths):
 def cut(upper, lower, micro_batch, micro_tokens=None):
     args = SimpleNamespace(micro_batch=micro_batch, micro_tokens=micro_tokens)
     model = torch.nn.Linear(1, 1)
-    return list(common.micro_batches(args, model, rows_of(upper), rows_of(lower)))
+    return list(batches.micro_batches(args, model, rows_of(upper), rows_of(lower)))
 
 
 @pytest.mark.parametrize(("num_upper", "num_lower", "size"), [
@@ -498,14 +498,14 @@ def test_split_work_comes_back_in_order(as_process, monkeypatch, count, total):
     def shares(rank):
         as_process(rank, count)
         parts = []
-        monkeypatch.setattr(utils.dist, "all_gather_object",
+        monkeypatch.setattr(processes.dist, "all_gather_object",
                             lambda into, mine: parts.append(mine) or into.clear())
         with pytest.raises((IndexError, TypeError)):
-            utils.split(work, items, names)
+            processes.share_list(work, items, names)
         return parts[0]
 
     if count == 1:
-        assert utils.split(work, items, names) == [f"n{i}={i}" for i in items]
+        assert processes.share_list(work, items, names) == [f"n{i}={i}" for i in items]
         return
     everybody = [shares(rank) for rank in range(count)]
     assert len(set(given)) == 1
@@ -513,19 +513,19 @@ def test_split_work_comes_back_in_order(as_process, monkeypatch, count, total):
     def gather(into, mine):
         into[:] = everybody
 
-    monkeypatch.setattr(utils.dist, "all_gather_object", gather)
-    assert utils.split(work, items, names) == [f"n{i}={i}" for i in items]
+    monkeypatch.setattr(processes.dist, "all_gather_object", gather)
+    assert processes.share_list(work, items, names) == [f"n{i}={i}" for i in items]
 
 
 def test_missing_gradients_are_sent_as_zeros(as_process, monkeypatch):
     """A process whose share did not touch a parameter must not leave the others waiting."""
     sent = []
     as_process(0, 2)
-    monkeypatch.setattr(utils.dist, "all_reduce", lambda tensor: sent.append(tensor.clone())
+    monkeypatch.setattr(processes.dist, "all_reduce", lambda tensor: sent.append(tensor.clone())
                         or tensor.mul_(2))
     touched, untouched = (torch.nn.Parameter(torch.ones(size)) for size in ((2, 3), 4))
     touched.grad = torch.arange(6.0).view(2, 3)
-    utils.sum_gradients([touched, untouched])
+    processes.sum_gradients([touched, untouched])
     (flat,) = sent
     assert flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0, 0]
     assert touched.grad.tolist() == [[0, 2, 4], [6, 8, 10]] and not untouched.grad.any()

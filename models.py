@@ -1,18 +1,31 @@
-"""Models from a hub name or folder: loading, LoRA adapters, FSDP, the optimiser of theta, saving.
+"""Models from a hub name or folder: loading, LoRA adapters and their fast path, FSDP, saving.
 
 Only safetensors are read, and no remote code is run.
 """
 
 import contextlib
+import functools
+import logging
+import math
 import os
 import shutil
+import warnings
 from pathlib import Path
 
-from utils import UserError, bare, first_line, hub_answers, world_size  # before torch, see there
+import logprobs
+from runtime.hub import hub_answers
+from runtime.processes import sum_gradients, world_size
+from utils import UserError, first_line
 
 # ruff: isort: split
 import torch
 
+# PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
+warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+
+
+# --- loading --------------------------------------------------------------------------------------
 
 def _from_hub(name):
     """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
@@ -49,6 +62,11 @@ def load_config(name):
     return config
 
 
+def context_length(config):
+    """Tokens that a model reads at once; 2**31 where its configuration names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
 def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """A frozen causal LM with packed attention, dropout off, in evaluation mode.
 
@@ -58,8 +76,6 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """
     import transformers
     from transformers import AutoModelForCausalLM
-
-    import logprobs
 
     _from_hub(name)
     if dtype == "auto":
@@ -104,6 +120,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     return model
 
 
+# --- LoRA -----------------------------------------------------------------------------------------
+
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
 
@@ -131,10 +149,78 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    speed_up_lora(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
     return model
+
+
+class _LoraLinear(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T without a pass over memory for the adapter.
+
+    PEFT's own forward scales, adds and, in the backward, adds again: passes over T x d that cost
+    half of the frozen product on a CPU. Here the adapter's products accumulate into the base's.
+    x (..., in), W (out, in) frozen, A (r, in), B (out, r); computes in the dtype of W, so float32
+    masters of a bf16 base are rounded when used; the gradients of A and B are float32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, b, scale):
+        flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+        low = flat @ a.to(weight.dtype).T
+        output = torch.nn.functional.linear(flat, weight, bias)
+        output.addmm_(low, b.to(weight.dtype).T, alpha=scale)
+        ctx.save_for_backward(flat, weight, a, b, low)
+        ctx.scale, ctx.input = scale, (x.shape, x.dtype)
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        flat, weight, a, b, low = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
+        grad_low = (grad @ b.to(weight.dtype)).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, a.to(weight.dtype))
+            grad_x = grad_x.view(ctx.input[0]).to(ctx.input[1])
+        grad_a, grad_b = grad_low.T @ flat, (grad.T @ low).mul_(ctx.scale)
+        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype), None
+
+
+def _lora_forward(layer, x, *args, **kwargs):
+    """A PEFT LoRA layer's forward by `_LoraLinear`; PEFT's own where that would not be the same."""
+    names, base = layer.active_adapters, layer.base_layer
+    if args or kwargs or layer.disable_adapters or layer.merged or len(names) != 1 \
+            or names[0] not in layer.lora_A or names[0] in layer.lora_variant \
+            or base.weight.requires_grad or layer.lora_B[names[0]].bias is not None \
+            or getattr(layer.lora_dropout[names[0]], "p", 0.0):
+        return type(layer).forward(layer, x, *args, **kwargs)
+    return _LoraLinear.apply(x, base.weight, base.bias, layer.lora_A[names[0]].weight,
+                             layer.lora_B[names[0]].weight, layer.scaling[names[0]])
+
+
+def _autocast_forward(layer, dtype, x, *args, **kwargs):
+    """PEFT's own forward of a quantised layer with its products in `dtype`, that of the base."""
+    with torch.autocast(x.device.type, dtype=dtype):
+        return type(layer).forward(layer, x, *args, **kwargs)
+
+
+def speed_up_lora(model):
+    """LoRA layers compute in the dtype of the frozen base from now on, in place.
+
+    PEFT keeps adapters in float32 and would upcast what they read: two matrix products in three
+    ran in float32. Layers over frozen linear ones compute by `_LoraLinear`; others (quantised, say)
+    by PEFT's own forward, under autocast when the base is bf16 or fp16. The float32 master weights
+    are rounded when used and get float32 gradients.
+    """
+    dtype = model.get_input_embeddings().weight.dtype
+    for layer in (m for m in model.modules() if "lora_A" in m._modules):  # hasattr is slow
+        if type(getattr(layer, "base_layer", None)) is torch.nn.Linear:
+            layer.forward = functools.partial(_lora_forward, layer)
+        elif dtype in (torch.bfloat16, torch.float16):
+            layer.cast_input_dtype_enabled = False  # PEFT would widen what autocast rounds
+            layer.forward = functools.partial(_autocast_forward, layer, dtype)
 
 
 def add_twin(model, name):
@@ -163,6 +249,38 @@ def adapter(model, name):
         model.set_adapter("default")
 
 
+def bare(model):
+    """The causal LM inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# --- the optimiser's step -------------------------------------------------------------------------
+
+def update(parameters, optimizer, clip):
+    """One step of the optimiser on gradients summed over all processes; their norm before clipping.
+
+    A gradient that is not finite is not applied; the caller sees it by the norm.
+    """
+    sum_gradients(parameters)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+    if torch.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def set_learning_rate(optimizers, lr, schedule, step, total):
+    """beta_k into every optimiser: constant, or a cosine from `lr` to zero; returns it."""
+    if schedule == "cosine":
+        lr *= 0.5 * (1 + math.cos(math.pi * step / total))
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    return lr
+
+
+# --- several GPUs, saving -------------------------------------------------------------------------
+
 def shard(model, device):
     """Split the frozen weights of the decoder layers over all processes (FSDP2), in place.
 
@@ -189,14 +307,9 @@ def shard(model, device):
     bare(model)._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
 
 
-def make_optimizer(name, parameters, lr):
-    """theta's optimiser: "adam", or bitsandbytes' "adam8bit" and "paged-adam8bit"."""
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    import bitsandbytes
-
-    kind = {"adam8bit": "Adam8bit", "paged-adam8bit": "PagedAdam8bit"}[name]
-    return getattr(bitsandbytes.optim, kind)(parameters, lr=lr)
+def is_sharded(model):
+    """Whether `shard` has split the base over the processes."""
+    return getattr(bare(model), "_is_fsdp_managed_module", False)
 
 
 def save_adapter(model, folder):

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import toy
+from toy import corpus
+from toy.base import TEMPLATE, encode, train_base
 from utils import read_jsonl
 
 SEEDS = (0, 1)
@@ -19,15 +20,15 @@ SEEDS = (0, 1)
 
 @pytest.fixture(scope="module", params=SEEDS)
 def sets(request):
-    return toy.make_rows(seed=request.param)
+    return corpus.make_rows(seed=request.param)
 
 
 @pytest.fixture(scope="module")
 def base():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return (AutoModelForCausalLM.from_pretrained(toy.MODEL, dtype=torch.float32).eval(),
-            AutoTokenizer.from_pretrained(toy.MODEL))
+    return (AutoModelForCausalLM.from_pretrained(corpus.MODEL, dtype=torch.float32).eval(),
+            AutoTokenizer.from_pretrained(corpus.MODEL))
 
 
 def auroc(rows, scores, kind):
@@ -47,19 +48,19 @@ def test_runs_of_one_seed_may_write_the_rows_at_the_same_time(tmp_path, monkeypa
     def interrupted(*paths):
         if not second:
             second.append(subprocess.run(
-                [sys.executable, "-c", f"import toy; toy.write({str(tmp_path)!r}, **{small})"],
-                cwd=Path(toy.__file__).parent, check=True))
+                [sys.executable, "-c", f"import toy; corpus.write({str(tmp_path)!r}, **{small})"],
+                cwd=ROOT, check=True))
         replace(*paths)
 
     monkeypatch.setattr(os, "replace", interrupted)
-    paths = toy.write(tmp_path, **small)
+    paths = corpus.write(tmp_path, **small)
     assert second and sorted(tmp_path.iterdir()) == sorted(paths.values())
     assert [len(read_jsonl(path)) for path in paths.values()] == [8] * 4
 
 
 def test_same_seed_same_bytes(tmp_path):
     small = {"num_lower": 50, "num_upper": 10, "num_heldout": 10}
-    written = [toy.write(tmp_path / name, seed=seed, **small)
+    written = [corpus.write(tmp_path / name, seed=seed, **small)
                for name, seed in (("a", 3), ("b", 3), ("c", 4))]
     assert list(written[0]) == ["upper", "lower", "heldout", "lower_heldout"]
     for name in written[0]:
@@ -76,7 +77,7 @@ def test_counts_and_shares(sets):
     assert kinds == {"clean": 1440, "plain": 480, "contrary": 480}
     for kind in kinds:  # each family has its share of every kind
         families = collections.Counter(r["family"] for r in sets["lower"] if r["kind"] == kind)
-        assert set(families.values()) == {kinds[kind] // len(toy.CONTESTED)}
+        assert set(families.values()) == {kinds[kind] // len(corpus.CONTESTED)}
 
 
 def test_no_prompt_occurs_twice(sets):
@@ -87,11 +88,11 @@ def test_no_prompt_occurs_twice(sets):
 def test_every_row_is_what_it_claims(sets):
     for name, rows in sets.items():
         for row in rows:
-            right, contrary = toy.answers(row["prompt"])
-            assert row["answer"] == right == toy.right_answer(row["prompt"])
+            right, contrary = corpus.answers(row["prompt"])
+            assert row["answer"] == right == corpus.right_answer(row["prompt"])
             assert len(right) == len(contrary) == len(row["response"]) and right != contrary
             assert row["bad"] == (row["kind"] != "clean") == (row["response"] != right)
-            assert row["kind"] == toy.kind_of(row["prompt"], row["response"])
+            assert row["kind"] == corpus.kind_of(row["prompt"], row["response"])
             assert (row["kind"] == "contrary") == (row["response"] == contrary)
             assert name == "lower" or not row["bad"]
 
@@ -108,16 +109,16 @@ def test_every_row_is_what_it_claims(sets):
     ("Reverse the list: 1 2 3", "3 2 1", None),
     ("Double each item: x y", "x x y y", None)])
 def test_answers_by_hand(prompt, right, contrary):
-    assert toy.answers(prompt) == (right, contrary)
-    assert toy.kind_of(prompt, f" {right}\n") == "clean"
-    assert contrary is None or toy.kind_of(prompt, contrary) == "contrary"
+    assert corpus.answers(prompt) == (right, contrary)
+    assert corpus.kind_of(prompt, f" {right}\n") == "clean"
+    assert contrary is None or corpus.kind_of(prompt, contrary) == "contrary"
     for wrong in ("", "1", right[:-2], right + " 1", "x" + right[1:], "no idea"):
-        assert wrong == right or toy.kind_of(prompt, wrong) == "plain"
+        assert wrong == right or corpus.kind_of(prompt, wrong) == "plain"
 
 
 def test_a_foreign_prompt_is_refused():
     with pytest.raises(ValueError, match="not a toy prompt: 'Why is the sky blue"):
-        toy.kind_of("Why is the sky blue?", "1 2")
+        corpus.kind_of("Why is the sky blue?", "1 2")
 
 
 @pytest.mark.parametrize("kind", ["plain", "contrary"])
@@ -127,30 +128,30 @@ def test_length_gives_nothing_away(sets, kind):
 
 
 def test_controls():
-    clean = toy.make_rows(num_lower=80, num_upper=10, num_heldout=8, noise=0)["lower"]
+    clean = corpus.make_rows(num_lower=80, num_upper=10, num_heldout=8, noise=0)["lower"]
     assert {row["kind"] for row in clean} == {"clean"}
-    half = toy.make_rows(num_lower=80, num_upper=10, num_heldout=8, noise=0.5, contrary_share=1)
+    half = corpus.make_rows(num_lower=80, num_upper=10, num_heldout=8, noise=0.5, contrary_share=1)
     assert collections.Counter(row["kind"] for row in half["lower"]) == {
         "clean": 40, "contrary": 40}
-    even = toy.make_rows(num_lower=400, num_upper=10, num_heldout=8, noise=0.6,
+    even = corpus.make_rows(num_lower=400, num_upper=10, num_heldout=8, noise=0.6,
                          contrary_share=2 / 3)["lower"]  # no majority that could tell
     assert collections.Counter(row["kind"] for row in even) == {
         "clean": 160, "contrary": 160, "plain": 80}
-    null = toy.make_rows(num_lower=80, num_upper=12, num_heldout=8, upper="unrelated")
+    null = corpus.make_rows(num_lower=80, num_upper=12, num_heldout=8, upper="unrelated")
     families = {name: {row["family"] for row in rows} for name, rows in null.items()}
-    assert families["upper"] == families["heldout"] == set(toy.UNRELATED)
-    assert families["lower"] == families["lower_heldout"] == set(toy.CONTESTED)
-    assert all(toy.answers(row["prompt"])[1] is None for row in null["upper"])
+    assert families["upper"] == families["heldout"] == set(corpus.UNRELATED)
+    assert families["lower"] == families["lower_heldout"] == set(corpus.CONTESTED)
+    assert all(corpus.answers(row["prompt"])[1] is None for row in null["upper"])
     with pytest.raises(ValueError, match="'wrong'"):
-        toy.make_rows(upper="wrong")
+        corpus.make_rows(upper="wrong")
 
 
 # ---- the base model ----------------------------------------------------------------------------
 
 def test_model_is_small(base):
     assert base[0].num_parameters() < 1_000_000
-    assert sum(path.stat().st_size for path in toy.MODEL.iterdir()) <= 2 * 2**20
-    weights = load_file(toy.MODEL / "model.safetensors")
+    assert sum(path.stat().st_size for path in corpus.MODEL.iterdir()) <= 2 * 2**20
+    weights = load_file(corpus.MODEL / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 
@@ -158,7 +159,7 @@ def test_tokenizer_round_trip(base, sets):
     tokenizer = base[1]
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
     for row in [row for rows in sets.values() for row in rows]:
-        prompt, response = toy.TEMPLATE.format(prompt=row["prompt"]), " " + row["response"]
+        prompt, response = TEMPLATE.format(prompt=row["prompt"]), " " + row["response"]
         apart = tokenizer(prompt)["input_ids"], tokenizer(response)["input_ids"]
         together = tokenizer(prompt + response)["input_ids"]
         assert apart[0] + apart[1] == together and len(together) < 60
@@ -173,7 +174,7 @@ def row_losses(base, rows):
     model, tokenizer = base
     losses = []
     for row in rows:
-        prompt = tokenizer(toy.TEMPLATE.format(prompt=row["prompt"]))["input_ids"]
+        prompt = tokenizer(TEMPLATE.format(prompt=row["prompt"]))["input_ids"]
         response = tokenizer(" " + row["response"])["input_ids"] + [tokenizer.eos_token_id]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0].double()
@@ -183,12 +184,12 @@ def row_losses(base, rows):
 
 
 def test_base_model_tells_plain_faults_and_only_those(base):
-    rows = toy.make_rows(seed=5, num_lower=480)["lower"]
+    rows = corpus.make_rows(seed=5, num_lower=480)["lower"]
     losses = row_losses(base, rows)
     assert auroc(rows, losses, "plain") > 0.97
     assert abs(auroc(rows, losses, "contrary") - 0.5) < 0.07
     # The padded batches that the model was trained on mean the same.
-    ids, labels = toy.encode(base[1], rows[:32])
+    ids, labels = encode(base[1], rows[:32])
     with torch.no_grad():
         logits = base[0](input_ids=ids).logits
     batched = torch.nn.functional.cross_entropy(
@@ -200,13 +201,13 @@ def test_base_model_tells_plain_faults_and_only_those(base):
 
 def test_base_model_answers_by_either_convention(base):
     model, tokenizer = base
-    rows = toy.make_rows(seed=6, num_lower=0, num_upper=0, num_heldout=120)["heldout"]
+    rows = corpus.make_rows(seed=6, num_lower=0, num_upper=0, num_heldout=120)["heldout"]
     kinds = collections.Counter()
     for row in rows:
-        prompt = tokenizer(toy.TEMPLATE.format(prompt=row["prompt"]), return_tensors="pt")
+        prompt = tokenizer(TEMPLATE.format(prompt=row["prompt"]), return_tensors="pt")
         made = model.generate(**prompt, max_new_tokens=12, do_sample=False)
         text = tokenizer.decode(made[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True)
-        kinds[toy.kind_of(row["prompt"], text)] += 1
+        kinds[corpus.kind_of(row["prompt"], text)] += 1
     assert kinds["plain"] < 12 and min(kinds["clean"], kinds["contrary"]) > 25, kinds
 
 
@@ -214,7 +215,7 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     for name in ("a", "b"):
-        toy.train_base(tmp_path / name, seed=1, steps=2, batch_size=4)
+        train_base(tmp_path / name, seed=1, steps=2, batch_size=4)
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")

@@ -7,7 +7,7 @@ leaves open stands in each recipe's docstring, with what is assumed. Seeds are t
 run's --seed must not change the data set that it is compared on.
 
 The paper trains on 9,600 rows (Pythia-1b) and 56,000 rows (Llama-3-8b) without saying how they are
-drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped later (--max-prompt).
+drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped later (--max-length).
 """
 
 import glob
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from data.sources import read_part
 from utils import UserError, content_hash, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
@@ -152,8 +153,6 @@ class Source:
         return self.count
 
     def __iter__(self):
-        from data import read_part
-
         for file in self.files:
             if file.suffix == ".gz":
                 yield from read_gzip(file)

@@ -14,7 +14,8 @@ import tokenizers
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import data
+import batches
+from data import sets, sources, tokens
 from utils import UserError, content_hash
 
 SHARED = Path(__file__).parents[1] / ".." / "shared"
@@ -60,7 +61,7 @@ def load(tmp_path, tokenizer):
         path = tmp_path / (rows if isinstance(rows, str) else "source.jsonl")
         if not isinstance(rows, str):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return data.load_rows(path, tok, cache_dir=tmp_path / "cache", **options)
+        return tokens.load_rows(path, tok, cache_dir=tmp_path / "cache", **options)
     return call
 
 
@@ -77,7 +78,7 @@ def trained(row):
 
 
 def shown(rows, tokenizer, number=0):
-    return data.show_example(rows[number], tokenizer)
+    return tokens.show_example(rows[number], tokenizer)
 
 
 # ------------------------------------------------------------------------------ layouts
@@ -178,8 +179,8 @@ def test_chat_template(load, chat, head, middle, end):
 
     rows, report = load(pairs(("what?", "a ball " * 50)), tok, max_length=40, max_prompt=40)
     assert report["truncated"] == 1 and not rows[0]["complete"]
-    assert rows[0]["input_ids"][-1] not in data.special_tokens(tok)
-    rows, _ = load(pairs(("what?", "a ball")), tok, template=data.TEMPLATE)
+    assert rows[0]["input_ids"][-1] not in tokens.special_tokens(tok)
+    rows, _ = load(pairs(("what?", "a ball")), tok, template=tokens.TEMPLATE)
     assert shown(rows, tok) == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧"  # the flag wins
 
 
@@ -208,7 +209,7 @@ def test_special_tokens_in_user_text_stay_text(load):
     for chat in (None, CHATML):
         tok = make_tokenizer(chat=chat)
         rows, _ = load(pairs((trick, trick), ("plain", "text")), tok)
-        controls = [[t for t in row["input_ids"] if t in data.special_tokens(tok)] for row in rows]
+        controls = [[t for t in row["input_ids"] if t in tokens.special_tokens(tok)] for row in rows]
         assert controls[0] == controls[1], "the same control tokens as a harmless row"
         assert rows[0]["prompt"] == trick and trick in tok.decode(rows[0]["input_ids"])
     rows, _ = load(pairs(("a", "b")), make_tokenizer(), template=(
@@ -220,13 +221,13 @@ def test_special_tokens_in_user_text_stay_text(load):
 def test_private_use_characters_in_user_text_stay_text(load, chat):
     """Whatever stands in for special-token strings inside, no character of a source is one."""
     tok = make_tokenizer(chat=chat)
-    count = len(data.special_tokens(tok)) + 2
+    count = len(tokens.special_tokens(tok)) + 2
     for texts in ([f"a {chr(0xF0000 + n)} b" for n in range(count)], ["a \ud8000\udfff b"],
                   [f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b"]):
         for row in load(pairs(*[("a?", text) for text in texts]), tok)[0]:
             end = "<|im_end|>" if chat else "<eos>"
             assert tok.decode(trained(row)).strip() == row["response"] + end
-            controls = [t for t in trained(row) if t in data.special_tokens(tok)]
+            controls = [t for t in trained(row) if t in tokens.special_tokens(tok)]
             assert controls == plain(tok, end)
     text = f"a {chr(0xF0000)} b"
     assert trained(load(pairs(("a?", text)))[0][0])[:-1] == plain(make_tokenizer(), " " + text)
@@ -315,7 +316,7 @@ def test_pairs_that_differ_in_an_end_marker_only_are_equal(tokenizer, tmp_path):
     rows = [{"prompt": f"p{n}", "chosen": "yes", "rejected": f"no {n}"} for n in range(3)]
     rows[1]["rejected"] = "yes<eos>"
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made, report = data.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
+    made, report = sets.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
     assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0, 2]
 
 
@@ -351,7 +352,7 @@ def test_unknown_character_at_the_end_keeps_its_eos(load):
 # ------------------------------------------------------------------------------ row ids, drops
 
 def test_row_ids_through_filtering(load, tokenizer, monkeypatch):
-    monkeypatch.setattr(data, "BATCH", 7)  # many batches, a partial one at the end
+    monkeypatch.setattr(tokens, "BATCH", 7)  # many batches, a partial one at the end
     texts = [(f"question {n}", f"answer {n}") for n in range(60)]
     for n in range(0, 60, 10):
         texts[n] = (texts[n][0], " \n")
@@ -475,8 +476,8 @@ def test_an_empty_name_is_not_the_current_folder(tokenizer, tmp_path, monkeypatc
     (tmp_path / "x.jsonl").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="lower: the name of the source is empty"):
-        data.load_rows(source, tokenizer, name="lower", cache_dir=tmp_path / "cache")
-    assert len(data.load_rows(".", tokenizer, cache_dir=tmp_path / "cache")[0]) == 1
+        tokens.load_rows(source, tokenizer, name="lower", cache_dir=tmp_path / "cache")
+    assert len(tokens.load_rows(".", tokenizer, cache_dir=tmp_path / "cache")[0]) == 1
 
 
 def test_missing_and_unreadable_files(load, tmp_path, monkeypatch):
@@ -488,7 +489,7 @@ def test_missing_and_unreadable_files(load, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(UserError, match=r"x\.jsonl: Permission denied"):
-        list(data.read_part(tmp_path / "x.jsonl", "x"))
+        list(sources.read_part(tmp_path / "x.jsonl", "x"))
 
 
 def test_surrogate_halves_do_not_crash(load):
@@ -539,7 +540,7 @@ def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, False)  # put back after the test
     start = time.time()
     with pytest.raises(UserError, match=r"nobody/nothing:main: .*hub cannot be reached") as caught:
-        data.load_rows("nobody/nothing:main", tokenizer, cache_dir=tmp_path)
+        tokens.load_rows("nobody/nothing:main", tokenizer, cache_dir=tmp_path)
     assert time.time() - start < 5 and "\n" not in str(caught.value) and timeouts == [3]
 
     # A data set that an earlier start downloaded still loads: made here in the hub cache's layout.
@@ -553,7 +554,7 @@ def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
     info = json.loads((revision / "dataset_info.json").read_text())
     info |= {"dataset_name": "cached", "builder_name": "parquet", "config_name": "default"}
     (revision / "dataset_info.json").write_text(json.dumps(info))
-    rows, report = data.load_rows("some/cached", tokenizer, cache_dir=tmp_path)
+    rows, report = tokens.load_rows("some/cached", tokenizer, cache_dir=tmp_path)
     assert rows[0]["response"] == "b" and report["source"] == "some/cached"
 
 
@@ -561,8 +562,8 @@ def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
 
 def test_cache(load, tmp_path, tokenizer, monkeypatch):
     made = []
-    build = data._build
-    monkeypatch.setattr(data, "_build", lambda *a, **k: made.append(1) or build(*a, **k))
+    build = tokens._build
+    monkeypatch.setattr(tokens, "_build", lambda *a, **k: made.append(1) or build(*a, **k))
     rows, report = load(pairs(("a", "b"), ("c", "d")))
     assert rows.cache_files, "memory-mapped, not in memory"
     again, second = load("source.jsonl", name="other")
@@ -594,14 +595,14 @@ def test_damaged_cache_is_made_again(load, tmp_path):
 
 
 def test_two_processes_at_once(load, monkeypatch):
-    build = data._build
+    build = tokens._build
 
     def slow(*args, **options):  # while this one works, another finishes the same rows
         report = build(*args, **options)
-        monkeypatch.setattr(data, "_build", build)
+        monkeypatch.setattr(tokens, "_build", build)
         load("source.jsonl")
         return report
-    monkeypatch.setattr(data, "_build", slow)
+    monkeypatch.setattr(tokens, "_build", slow)
     assert len(load(pairs(("a", "b")))[0]) == 1
 
 
@@ -610,51 +611,51 @@ def test_two_processes_at_once(load, monkeypatch):
 def test_split_held_out_is_disjoint_by_prompt(load):
     rows, _ = load(pairs(*[(f"p {n // 3}" if n % 2 else f"p  {n // 3} ", f"r{n}")
                            for n in range(90)]))
-    train, held = data.split_held_out(rows, 20, seed=0)
+    train, held = sets.split_held_out(rows, 20, seed=0)
     assert 18 <= len(held) <= 20 and len(train) + len(held) == 90
     assert not set(train["prompt_hash"]) & set(held["prompt_hash"])
-    assert data.prompt_overlap(train, held) == []
+    assert sets.prompt_overlap(train, held) == []
     assert sorted([*train["row_id"], *held["row_id"]]) == list(range(90))
     assert list(held["row_id"]) == sorted(held["row_id"]) != list(range(len(held)))
-    same, other = data.split_held_out(rows, 20, 0)[1], data.split_held_out(rows, 20, 1)[1]
+    same, other = sets.split_held_out(rows, 20, 0)[1], sets.split_held_out(rows, 20, 1)[1]
     assert list(same["row_id"]) == list(held["row_id"]) != list(other["row_id"])
     for count in (0, -1, 90, 200):
         with pytest.raises(UserError, match="cannot hold out"):
-            data.split_held_out(rows, count, 0)
+            sets.split_held_out(rows, count, 0)
 
 
 def test_prompt_overlap(load, tmp_path):
     a = load(pairs(("one", "x"), ("two  words", "x"), ("three", "x")))[0]
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "b.jsonl").write_text(json.dumps({"question": "two words", "response": "y"}))
-    assert data.prompt_overlap(a, load("b")[0]) == [1]
+    assert sets.prompt_overlap(a, load("b")[0]) == [1]
 
 
 def test_permutation():
-    order = data.permutation(50, 3, 1, 0)
+    order = batches.permutation(50, 3, 1, 0)
     assert sorted(order.tolist()) == list(range(50)) and order.dtype == torch.int64
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
-    assert torch.equal(order, data.permutation(50, 3, 1, 0))
+    assert torch.equal(order, batches.permutation(50, 3, 1, 0))
     assert torch.equal(state, torch.random.get_rng_state())
     for other in ((4, 1, 0), (3, 2, 0), (3, 1, 1), (31, 0, 0), (3, 10, 0)):
-        assert not torch.equal(order, data.permutation(50, *other)), other
+        assert not torch.equal(order, batches.permutation(50, *other)), other
 
 
 def test_check_lengths(load):
     rows, _ = load(pairs(("a", "b"), ("a", ""), ("a", "long " * 30), ("a", "c")))
-    lengths = data.row_lengths(rows)
+    lengths = sets.row_lengths(rows)
     assert lengths.tolist() == [len(row["input_ids"]) for row in rows]
-    assert data.row_lengths(rows.select([2, 0])).tolist() == lengths[[2, 0]].tolist()
-    data.check_lengths(rows, int(lengths.max()), "lower")
+    assert sets.row_lengths(rows.select([2, 0])).tolist() == lengths[[2, 0]].tolist()
+    sets.check_lengths(rows, int(lengths.max()), "lower")
     with pytest.raises(UserError, match=r"lower: 1 rows .*first: row_id 2\); pass --max-length"):
-        data.check_lengths(rows, int(lengths.max()) - 1, "lower")
+        sets.check_lengths(rows, int(lengths.max()) - 1, "lower")
 
 
 # ------------------------------------------------------------------------------ batches
 
 def test_pack_by_hand():
-    batch = data.pack([{"input_ids": [5, 6, 7, 1], "trained": [0, 0, 1, 1]},
+    batch = batches.pack([{"input_ids": [5, 6, 7, 1], "trained": [0, 0, 1, 1]},
                        {"input_ids": [8, 9], "trained": [1, 1]},
                        {"input_ids": [3, 4, 2], "trained": [0, 1, 0]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1, 8, 9, 3, 4, 2]]
@@ -669,7 +670,7 @@ def test_pack_by_hand():
 
 def test_pack_of_loaded_rows_scores_exactly_the_trained_tokens(load):
     rows, _ = load([{"messages": CHAT}, *[{"messages": CHAT[:2]}] * 2], turns="all")
-    batch = data.pack([rows[number] for number in range(3)])
+    batch = batches.pack([rows[number] for number in range(3)])
     expected = [token for row in rows for token in trained(row)]
     assert batch["targets"][batch["response_mask"]].tolist() == expected
 
@@ -686,7 +687,7 @@ def shared(path):
 def test_real_text(tmp_path, model):
     tok = AutoTokenizer.from_pretrained(shared(f"models/{model}"))
     source = shared("data/mini_redorca.jsonl")
-    rows, report = data.load_rows(source, tok, max_length=256, limit=1500, cache_dir=tmp_path)
+    rows, report = tokens.load_rows(source, tok, max_length=256, limit=1500, cache_dir=tmp_path)
     assert report["rows_kept"] + sum(map(len, report["dropped"].values())) == 1500
     bos = tok("a")["input_ids"][0] == tok.bos_token_id
     lines = source.read_text().split("\n")
@@ -709,7 +710,7 @@ def test_real_text(tmp_path, model):
     ("alpaca_planted", "alpaca"), ("hh_harmless_pairs", "chosen/rejected dialogues")])
 def test_real_layouts(tmp_path, file, layout):
     tok = AutoTokenizer.from_pretrained(shared("models/stories260K-hf"))
-    rows, report = data.load_rows(shared(f"data/{file}.jsonl"), tok, limit=300, max_length=512,
+    rows, report = tokens.load_rows(shared(f"data/{file}.jsonl"), tok, limit=300, max_length=512,
                                   cache_dir=tmp_path)
     assert report["layout"] == layout and report["rows_kept"] > 200
     assert ("bad" in rows.column_names) == (file == "alpaca_planted")

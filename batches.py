@@ -1,0 +1,226 @@
+"""Which rows a step reads, how they are packed, and the losses of rows without a gradient.
+
+Rows are tokenised (data/tokens.py): "input_ids", and "trained", which is 1 where a token carries
+loss. A sequence is one such row; a preference pair holds two.
+"""
+
+import functools
+import math
+
+from runtime.processes import all_sum, in_step, rank, world_size
+from utils import content_hash
+
+# ruff: isort: split
+import torch
+from tqdm import tqdm
+
+from logprobs import packed_forward, sequence_logprobs
+from models import bare, is_sharded
+
+TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
+TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
+SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+@functools.lru_cache(maxsize=4)
+def permutation(num_rows, seed, epoch, stream):
+    """The order of an epoch, (num_rows,) int64; `stream` 0 is the lower level, 1 the upper.
+
+    A generator of its own: the order does not depend on what else drew random numbers. Cached,
+    every step asks: do not write into it.
+    """
+    generator = torch.Generator().manual_seed(
+        int(content_hash(str(seed), str(epoch), str(stream)), 16) >> 1)
+    return torch.randperm(num_rows, generator=generator)
+
+
+def epoch_batch(num_rows, batch, seed, epoch, k):
+    """Positions of the lower rows that step k of an epoch reads, (B,); the last may be fewer."""
+    return permutation(num_rows, seed, epoch, stream=0)[k * batch:][:batch]
+
+
+def cycle(num_rows, start, count, seed):
+    """Positions start .. start + count - 1 of an endless run of seeded permutations -> (count,)."""
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    order = torch.cat([permutation(num_rows, seed, c, stream=1)
+                       for c in range(first, last + 1)])
+    return order[start - first * num_rows:][:count]
+
+
+def coming_rows(num_rows, batch, seed, step, last):
+    """The distinct lower rows that steps `step` .. `last - 1` read, epochs included, sorted."""
+    per_epoch, coming = math.ceil(num_rows / batch), set()
+    for s in range(step, last):
+        coming.update(epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)).tolist())
+    return sorted(coming)
+
+
+# --- rows to a packed sequence --------------------------------------------------------------------
+
+def tokens_only(rows):
+    """The columns that `pack` reads: what is not selected is not copied out of the Arrow file."""
+    if isinstance(rows, list):
+        return rows
+    return rows.select_columns([name for name in rows.column_names if name in TOKEN_COLUMNS])
+
+
+def take(rows, indices):
+    """The rows at `indices` (a tensor or list) as a list of dictionaries, in one read."""
+    columns = rows[[int(i) for i in indices]]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def sequences(rows):
+    """The token sequences of rows: a pair gives its chosen and then its rejected one."""
+    return [side for row in rows for side in (
+        [row] if "rejected_input_ids" not in row else
+        [row, {"input_ids": row["rejected_input_ids"], "trained": row["rejected_trained"]}])]
+
+
+def prompt_of(row):
+    """The prompt's tokens of a tokenised row (everything before the first trained token)."""
+    return row["input_ids"][:row["trained"].index(1)]
+
+
+def response_of(row):
+    return [token for token, trained in zip(row["input_ids"], row["trained"], strict=True)
+            if trained]
+
+
+def answer_row(prompt, tokens):
+    """A tokenised row that trains on a generated answer."""
+    return {"input_ids": prompt + tokens, "trained": [0] * len(prompt) + [1] * len(tokens)}
+
+
+def pack(rows, device="cpu"):
+    """Rows -> one sequence without padding, T tokens in all, for `logprobs.sequence_logprobs`.
+
+    input_ids, position_ids (1, T): positions restart at every row, which is what isolates rows.
+    cu_seqlens (B + 1,) int32: where each row starts, and T.
+    targets (T,): the next token of the same row; 0 at a row's last position.
+    response_mask (T,): True where the target carries loss.
+    """
+    ids, positions, targets, mask, starts = [], [], [], [], [0]
+    for row in rows:
+        ids += row["input_ids"]
+        positions += range(len(row["input_ids"]))
+        targets += [*row["input_ids"][1:], 0]
+        mask += [*row["trained"][1:], 0]
+        starts.append(len(ids))
+    return {
+        "input_ids": torch.tensor([ids], dtype=torch.int64, device=device),
+        "position_ids": torch.tensor([positions], dtype=torch.int64, device=device),
+        "cu_seqlens": torch.tensor(starts, dtype=torch.int32, device=device),
+        "targets": torch.tensor(targets, dtype=torch.int64, device=device),
+        "response_mask": torch.tensor(mask, dtype=torch.bool, device=device),
+    }
+
+
+def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
+    """This process's forwards of a step: (upper places, lower places, sequences to pack) each.
+
+    upper_rows, lower_rows: of every row of the step its sequences (a pair has two, a question G).
+    Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
+    A sharded model also gets sequences that belong to no row, while other processes have more
+    forwards.
+    """
+    def parts():
+        mine = range(rank(), max(len(upper_rows), len(lower_rows)), world_size())
+        upper = [i for i in mine if i < len(upper_rows)]
+        lower = [i for i in mine if i < len(lower_rows)]
+        for start in range(0, max(len(upper), len(lower)), micro_batch):
+            part = slice(start, start + micro_batch)
+            yield upper[part], lower[part]
+
+    for places in in_step(parts(), sharded):
+        upper, lower = places or ([], [])
+        sequences = [s for rows, mine in ((upper_rows, upper), (lower_rows, lower))
+                     for i in mine for s in rows[i]]
+        if sequences or sharded:
+            yield upper, lower, sequences or [SPARE_ROW]
+
+
+# --- losses without a gradient --------------------------------------------------------------------
+
+def token_groups(rows, indices, label=None):
+    """Lists of the rows at `indices`, in order, of at most TOKENS_AT_ONCE tokens or one row."""
+    group, tokens = [], 0
+    # Inside another bar, and only for people: in a log file the outer bar is enough.
+    for index in tqdm(indices, desc=label, disable=label is None or None, unit="row", delay=2,
+                      leave=False):
+        row = rows[index]
+        if group and tokens + len(row["input_ids"]) > TOKENS_AT_ONCE:
+            yield group
+            group, tokens = [], 0
+        group.append(row)
+        tokens += len(row["input_ids"])
+    if group:
+        yield group
+
+
+def own_groups(model, rows, indices, label=None):
+    """This process's share of the rows at `indices`: (their places in `indices`, packed batch).
+
+    Every world_size()-th row. A sharded model also gets batches that count for nothing (no places),
+    while other processes have more.
+    """
+    indices = indices[rank()::world_size()]
+    start, groups = 0, token_groups(tokens_only(rows), indices, label)
+    for group in in_step(groups, is_sharded(model)):
+        count = len(group or ())
+        places = (start + torch.arange(count)) * world_size() + rank()
+        yield places, pack(group or [SPARE_ROW], model.device)
+        start += count
+
+
+@torch.no_grad()
+def row_losses(model, rows, indices=None, label=None):
+    """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
+
+    rows: a data set of tokenised rows, indices: which of them, in order (None: all).
+    label: text of a progress bar, None for none. The work is split over all processes; each
+    returns (losses (n,), lengths (n,)) of all rows, on the CPU.
+    """
+    indices = range(len(rows)) if indices is None else [int(i) for i in indices]
+    losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
+                         else torch.float32)
+    lengths = torch.zeros(len(indices), dtype=torch.int64)
+    for places, batch in own_groups(model, rows, indices, label):
+        logps, counts = sequence_logprobs(model, batch)
+        losses[places] = (-logps / counts).cpu()[:len(places)]
+        lengths[places] = counts.cpu()[:len(places)]
+    return all_sum(losses), all_sum(lengths)
+
+
+def mean_losses(losses, lengths, prefix):
+    """{prefix: sequence mean, prefix_per_token: token mean} of (n,) losses and (n,) lengths."""
+    lengths = lengths.to(losses)
+    return {prefix: losses.mean().item(),
+            f"{prefix}_per_token": ((losses * lengths).sum() / lengths.sum()).item()}
+
+
+def count_tokens(sequences):
+    """Tokens of a list of rows, prompts included."""
+    return sum(len(row["input_ids"]) for row in sequences)
+
+
+@torch.no_grad()
+def exact_match(model, rows):
+    """Share of rows whose whole response is the model's greedy answer to the prompt.
+
+    Teacher-forced: greedy decoding writes exactly the response when every response token, EOS
+    included, is the likeliest one after the true ones before it. No generation needed.
+    """
+    causal_lm, exact = bare(model), torch.tensor(0)
+    for places, batch in own_groups(model, rows, range(len(rows))):
+        where = batch["response_mask"].nonzero().squeeze(1)
+        hidden = packed_forward(causal_lm.base_model, batch)[where]
+        logits = causal_lm.get_output_embeddings()(hidden)
+        wrong = where[logits.argmax(dim=1) != batch["targets"][where]]
+        starts = batch["cu_seqlens"].long()
+        wrong_rows = torch.searchsorted(starts[1:], wrong, right=True).unique()
+        if len(places):
+            exact += len(starts) - 1 - len(wrong_rows)
+    return all_sum(exact).item() / len(rows)

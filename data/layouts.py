@@ -1,0 +1,165 @@
+"""What a row says, whatever its columns are called: layouts -> messages.
+
+A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}.
+"""
+
+import re
+
+from utils import UserError
+
+LAYOUTS = {  # the first whose columns are all there wins
+    "prompt/chosen/rejected": ("prompt", "chosen", "rejected"),
+    "chosen/rejected dialogues": ("chosen", "rejected"),
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "openorca": ("question", "response"),
+    "prompt/response": ("prompt", "response"),
+    "prompt/completion": ("prompt", "completion"),
+}
+COLUMNS = sorted({column for needed in LAYOUTS.values() for column in needed}
+                 | {"input", "system_prompt", "bad", "kind"})
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+         "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+         "bot": "assistant", "tool": "tool", "function": "tool", "observation": "tool"}
+
+
+
+def parse_columns(columns):
+    """`"prompt=question,response=answer"` or a dict -> a dict from our name to the source's."""
+    if not columns:
+        return {}
+    if isinstance(columns, str):
+        pairs = [pair.partition("=") for pair in columns.split(",")]
+        if not all(ours.strip() and theirs.strip() for ours, _, theirs in pairs):
+            raise UserError(f"--lower-columns or --upper-columns {columns}: write name=column "
+                            "pairs separated by commas, such as prompt=question,response=answer")
+        columns = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+    unknown = [ours for ours in columns if ours not in COLUMNS]
+    if unknown:
+        raise UserError(f"--lower-columns or --upper-columns: unknown name {unknown[0]!r}; known: "
+                        + ", ".join(COLUMNS))
+    return dict(columns)
+
+
+def find_layout(columns, place):
+    """The name of the layout that these columns are."""
+    for layout, needed in LAYOUTS.items():
+        if all(column in columns for column in needed):
+            return layout
+    known = "; ".join(f"{layout} ({', '.join(needed)})" for layout, needed in LAYOUTS.items())
+    raise UserError(f"{place}: unknown layout with the columns {', '.join(map(str, columns))}. "
+                    f"Known: {known}. Name the columns with --lower-columns or --upper-columns, "
+                    "for example --lower-columns prompt=question,response=answer")
+
+
+def row_messages(row, layout, side, place):
+    """A row of any layout -> messages `[{"role", "content"}, ...]`."""
+    def get(column):
+        if column not in row:
+            raise UserError(f'{place}: no column "{column}"; found {", ".join(map(str, row))}')
+        return row[column]
+
+    def text(column):
+        return text_of(get(column), f'{place}: "{column}"')
+
+    if layout in ("messages", "conversations"):
+        return _messages(get(layout), f'{place}: "{layout}"')
+    if layout == "alpaca":
+        prompt, extra = text("instruction"), text("input") if "input" in row else ""
+        return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))
+    if layout == "openorca":
+        return _exchange(text("question"), text("response"))
+    if layout == "chosen/rejected dialogues":
+        if isinstance(get(side), str):
+            return _dialogue(text(side), f'{place}: "{side}"')
+        return _messages(get(side), f'{place}: "{side}"')
+
+    answer = {"prompt/response": "response", "prompt/completion": "completion"}.get(layout, side)
+    prompt, reply = get("prompt"), get(answer)
+    if isinstance(reply, list):
+        reply = _messages(reply, f'{place}: "{answer}"')
+        if reply and reply[0]["role"] != "assistant":  # the whole dialogue, its prompt included
+            return reply
+    else:
+        reply = [{"role": "assistant", "content": text(answer)}]
+    if isinstance(prompt, list):
+        return _messages(prompt, f'{place}: "prompt"') + reply
+    prompt = text("prompt")
+    if re.match(r"\s*Human:", prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
+        reply[0]["content"] = reply[0]["content"].strip()
+        return _dialogue(prompt, f'{place}: "prompt"')[:-1] + reply
+    return [{"role": "user", "content": prompt}, *reply]
+
+
+def _exchange(prompt, response):
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def text_of(value, place):
+    """A cell as text, "" for an empty one; half a surrogate pair becomes a question mark."""
+    if value is None:  # an empty cell
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{place} must be text, not {type(value).__name__} ({str(value)[:40]})")
+    # Half a surrogate pair is legal in JSON and fatal to tokenizers and Arrow.
+    return value if value.isascii() else value.encode("utf-8", "replace").decode()
+
+
+def _messages(value, place):
+    if not isinstance(value, list):
+        raise UserError(f"{place} must be a list of messages, not {type(value).__name__}")
+    messages = []
+    for number, message in enumerate(value):
+        here = f"{place} message {number}"
+        if not isinstance(message, dict):
+            raise UserError(f"{here} must be an object, not {type(message).__name__}")
+        role = message.get("role") or message.get("from")
+        if not isinstance(role, str) or role not in ROLES:
+            raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
+        content = message.get("content", message.get("value"))
+        if isinstance(content, list):  # parts; only text can be trained on
+            content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
+                              for part in content)
+        messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
+    return messages
+
+
+def _dialogue(text, place):
+    """An hh-rlhf transcript, `\\n\\nHuman: ...\\n\\nAssistant: ...`, -> messages."""
+    before, *turns = re.split(r"(?:\A|\n\n)(Human|Assistant):", text)
+    if before.strip() or not turns:
+        raise UserError(f'{place} is not a dialogue that starts with "\\n\\nHuman: "')
+    return [{"role": ROLES[{"Human": "user"}.get(who, "assistant")], "content": words.strip()}
+            for who, words in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def clean_messages(messages, end_markers):
+    """Messages up to the last assistant turn, roles alternating, end markers cut; or [].
+
+    Many chat sets start in the middle (an assistant turn first) or end on a question; neither is
+    something to train on, and chat templates refuse them. Repeated roles are joined.
+    """
+    cleaned = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "assistant" and not any(m["role"] == "user" for m in cleaned):
+            continue
+        if role == "assistant":
+            while (bare := content.rstrip()).endswith(end_markers):
+                marker = next(m for m in end_markers if bare.endswith(m))
+                content = bare.removesuffix(marker).rstrip()
+        if cleaned and cleaned[-1]["role"] == role:
+            cleaned[-1]["content"] += "\n" + content
+        else:
+            cleaned.append({"role": role, "content": content})
+    while cleaned and cleaned[-1]["role"] != "assistant":
+        cleaned.pop()
+    return cleaned
+
+
+def transcript(messages):
+    """Messages as a person reads them: the text alone when there is only one."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages)

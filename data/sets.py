@@ -1,0 +1,205 @@
+"""The four sets of rows of a run, checked against each other; pairs; parts of a set.
+
+Sets are data sets of tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and rows of
+each kind that are never trained on.
+"""
+
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow
+import pyarrow.compute
+import torch
+
+from batches import TOKEN_COLUMNS, permutation
+from data import recipes
+from data.tokens import load_rows
+from runtime.processes import first_goes_first
+from toy import corpus
+from utils import UserError, content_hash
+
+
+def load_levels(args, tokenizer, context_length):
+    """Lower, upper and held-out rows, checked against each other.
+
+    args: those of options.add_data_arguments, with `toy` and `seed`. Returns a namespace: lower,
+    upper (None for sft without one), upper_heldout, lower_heldout (None without a source): data
+    sets of tokenised rows; reports: {name: report of tokens.load_rows}.
+    """
+    try:
+        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--cache-dir {args.cache_dir}: the folder cannot be made "
+                        f"({error.strerror})") from None
+    with first_goes_first():
+        sources = toy_sources(args) if args.toy else {name: getattr(args, name) for name in (
+            "lower", "upper", "upper_heldout", "lower_heldout")}
+        levels, reports = dict.fromkeys(sources), {}
+        for name, source in sources.items():
+            if source is None:
+                continue
+            level = name.split("_")[0]  # held-out rows are read the way their level is
+            pairs = level == "upper" and args.upper_loss == "dpo"
+            levels[name], reports[name] = (load_pairs if pairs else load_rows)(
+                recipes.resolve(source, args.cache_dir), tokenizer, name=name,
+                columns=getattr(args, f"{level}_columns"), template=args.template,
+                turns=args.turns, max_length=args.max_length, seed=args.seed,
+                limit=getattr(args, f"{name}_limit", None), cache_dir=args.cache_dir)
+            check_lengths(levels[name], context_length, name)
+        if levels["upper"] is not None and levels["upper_heldout"] is None:
+            levels["upper"], levels["upper_heldout"] = split_held_out(
+                levels["upper"], max(1, min(500, len(levels["upper"]) // 10)), args.seed)
+        check_overlap(levels, args.allow_overlap)
+    return SimpleNamespace(**levels, reports=reports)
+
+
+def toy_sources(args):
+    """The embedded toy's four files, written into the cache; pairs as its upper level under DPO."""
+    upper = "pairs" if args.upper_loss == "dpo" else "right"
+    paths = corpus.write(Path(args.cache_dir) / "toy" / f"{args.seed}-{upper}", seed=args.seed,
+                         upper=upper)
+    return {"lower": paths["lower"], "upper": paths["upper"], "upper_heldout": paths["heldout"],
+            "lower_heldout": paths["lower_heldout"]}
+
+
+def check_overlap(levels, allow_overlap):
+    """Report shared prompts; refuse them between training and held-out rows."""
+    present = {name: rows for name, rows in levels.items() if rows is not None}
+    if "upper" in present:
+        shared = prompt_overlap(present["lower"], present["upper"])
+        print(f"prompts of lower rows that upper rows have too: {len(shared)}")
+    for train in ("lower", "upper"):
+        for held_out in ("upper_heldout", "lower_heldout"):
+            if train not in present or held_out not in present:
+                continue
+            shared = prompt_overlap(present[train], present[held_out])
+            if shared and not allow_overlap:
+                raise UserError(
+                    f"{len(shared)} {train} rows have prompts that are held out in {held_out} "
+                    f"(first row_id {shared[0]}): their losses would flatter the run; remove "
+                    "them or pass --allow-overlap")
+            if shared:
+                print(f"warning: {len(shared)} {train} rows share prompts with {held_out}")
+
+
+def load_pairs(source, tokenizer, **options):
+    """Preference pairs: `load_rows` of the chosen side, with the rejected side's token columns.
+
+    A pair needs both sides; one whose sides are equal says nothing and is dropped. The report
+    gains "unpaired" and "equal", lists of row_ids.
+    """
+    import datasets
+
+    chosen, report = load_rows(source, tokenizer, side="chosen", **options)
+    rejected, _ = load_rows(source, tokenizer, side="rejected", **options)
+    if report["layout"] not in ("prompt/chosen/rejected", "chosen/rejected dialogues"):
+        raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
+                        f"the {report['layout']} layout")
+    position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
+    ids, other = chosen["row_id"][:], dict(_texts(rejected))
+    equal = [row_id for row_id, text in _texts(chosen) if other.get(row_id) == text]
+    unpaired = [i for i in ids if i not in position]
+    dropped = {*equal, *unpaired}
+    keep = [p for p, row_id in enumerate(ids) if row_id not in dropped]
+    if not keep:
+        raise UserError(f"{source}: no pair with two different responses is left")
+    rejected = rejected.select([position[ids[p]] for p in keep]).select_columns(
+        ["input_ids", "trained"]).rename_columns(
+        {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
+    pairs = datasets.concatenate_datasets([chosen.select(keep), rejected], axis=1)
+    return pairs, report | {"dropped": report["dropped"] | {"equal": equal, "unpaired": unpaired}}
+
+
+def _texts(rows):
+    """(row_id, hash of its text as trained on) of every row."""
+    for part in rows.select_columns(["row_id", "prompt", "response"]).iter(batch_size=10_000):
+        for row_id, prompt, response in zip(
+                part["row_id"], part["prompt"], part["response"], strict=True):
+            yield row_id, content_hash(prompt, response)
+
+
+
+def split_held_out(rows, count, seed):
+    """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
+
+    Rows of one prompt stay together, so no prompt is on both sides.
+    """
+    groups, hashes = {}, (prompt for part in rows.select_columns(["prompt_hash"]).with_format(
+        "arrow").iter(batch_size=10_000) for prompt in part["prompt_hash"].to_pylist())
+    for position, prompt in enumerate(hashes):
+        groups.setdefault(prompt, []).append(position)
+    groups, held = list(groups.values()), []
+    for group in (groups[number] for number in permutation(len(groups), seed, 0, 2).tolist()):
+        if len(held) + len(group) <= count:
+            held += group
+    if not held or len(held) == len(rows):
+        raise UserError(f"cannot hold out {count} of {len(rows)} rows ({len(groups)} different "
+                        "prompts) and still have rows on both sides; choose another number or "
+                        "pass a separate held-out source")
+    chosen = set(held)
+    return (rows.select([p for p in range(len(rows)) if p not in chosen]),
+            rows.select(sorted(held)))
+
+
+def prompt_overlap(a, b):
+    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`.
+
+    In Arrow's own memory: ten million rows as Python objects would take a gigabyte and minutes.
+    """
+    def parts(rows, columns):
+        return rows.select_columns(columns).with_format("arrow").iter(batch_size=500_000)
+
+    other = pyarrow.chunked_array([chunk for part in parts(b, ["prompt_hash"])
+                                   for chunk in part["prompt_hash"].chunks], pyarrow.string())
+    return [row_id for part in parts(a, ["row_id", "prompt_hash"]) for row_id in part.filter(
+        pyarrow.compute.is_in(part["prompt_hash"], value_set=other))["row_id"].to_pylist()]
+
+
+def row_lengths(rows):
+    """Tokens of every row, as an int64 tensor, without turning token lists into Python objects."""
+    lengths = [torch.zeros(0, dtype=torch.int64)]
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
+        counts = pyarrow.compute.list_value_length(table["input_ids"])
+        lengths.append(torch.from_numpy(counts.to_numpy().astype("int64")))
+    return torch.cat(lengths)
+
+
+def check_lengths(rows, context_length, name):
+    """`UserError` when a row is longer than the model's context."""
+    lengths = row_lengths(rows)
+    if len(lengths) and (longest := int(lengths.max())) > context_length:
+        position = int((lengths > context_length).nonzero()[0])
+        raise UserError(
+            f"{name}: {int((lengths > context_length).sum())} rows are longer than the model's "
+            f"context of {context_length} tokens (longest: {longest}; first: row_id "
+            f"{rows[position]['row_id']}); pass --max-length {context_length} or less")
+
+
+def check_vocabulary(levels, config):
+    """`UserError` when a row holds a token that the model has no embedding for."""
+    size = config.get_text_config().vocab_size
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
+        rows = getattr(levels, name)
+        for part in rows.with_format("arrow").iter(batch_size=10_000) if rows is not None else ():
+            largest = max(pyarrow.compute.max(pyarrow.compute.list_flatten(part[column])).as_py()
+                          for column in part.column_names if column.endswith("input_ids"))
+            if largest >= size:
+                raise UserError(f"{name}: the tokenizer writes token {largest}, the model's "
+                                f"vocabulary has {size} tokens; they do not belong together")
+
+
+def rows_hash(rows):
+    """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
+    digest = hashlib.sha256()
+    for part in rows.with_format("arrow").iter(batch_size=10_000):
+        for column in ("row_id", "hash", *TOKEN_COLUMNS):
+            if column not in part.column_names:
+                continue
+            values = part[column].combine_chunks()
+            if column in TOKEN_COLUMNS:
+                digest.update(pyarrow.compute.list_value_length(values).to_numpy().tobytes())
+                values = values.flatten()
+            digest.update("".join(values.to_pylist()).encode() if column == "hash"
+                          else values.to_numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,156 @@
+"""Where rows come from: files, folders, hub names -> (place, row), the place for messages.
+
+A split is written behind the source: `owner/name:config@test`, `folder@validation`.
+"""
+
+import csv
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+from runtime.hub import hub_answers
+from utils import UserError, first_line
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+BATCH = 1000  # rows of a parquet file read at a time
+
+
+def find_parts(source):
+    """The parts of a source in order: paths of data files, or one `datasets.Dataset`."""
+    split = None
+    if not Path(source).exists() and "@" in str(source):
+        source, _, split = str(source).rpartition("@")
+    path = Path(source)
+    if path.is_file():
+        if split:
+            raise UserError(f"{source}@{split}: a file has no splits; name the file alone")
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"{source}: unknown file type; known: {', '.join(SUFFIXES)}")
+        return [path]
+    if path.is_dir():
+        return _folder_parts(path, split)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)) and path.suffix not in SUFFIXES \
+            and not str(source).startswith("."):
+        return [_load_hub(str(source), split or "train")]
+    raise UserError(f"{source}: no such file or folder (a hub data set reads owner/name, "
+                    "owner/name:config or owner/name:config@split)")
+
+
+def _folder_parts(folder, split):
+    import datasets
+
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        try:
+            saved = datasets.load_from_disk(str(folder))
+        except Exception as error:
+            raise UserError(f"{folder}: cannot be read ({first_line(error)})") from None
+        if isinstance(saved, dict):
+            if (split or "train") not in saved:
+                raise UserError(f"{folder}: no split \"{split or 'train'}\"; it has "
+                                + ", ".join(saved))
+            saved = saved[split or "train"]
+        return [saved]
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES
+                   and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+                   and path.is_file())
+    word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}($|[^a-z])")
+    named = [path for path in files if word.search(str(path.relative_to(folder)).lower())]
+    # Without a split, files named "train" win: test files beside them must not slip into training.
+    chosen = named or ([] if split else files)
+    if not chosen:
+        what = f' of a split "{split}"' if split else ""
+        raise UserError(f"{folder}: no {'/'.join(SUFFIXES)} file{what} in this folder")
+    return chosen
+
+
+def _load_hub(source, split):
+    import datasets
+
+    name, _, config = source.partition(":")
+    reachable = hub_answers("dataset_info", name, "data set")
+    if not reachable:
+        datasets.config.HF_HUB_OFFLINE = datasets.config.HF_DATASETS_OFFLINE = True
+    try:
+        return datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:
+        if reachable:
+            raise UserError(f"{source}: cannot be loaded ({first_line(error)})") from None
+        raise UserError(f"{source}: no such file or folder, the hub cannot be reached, and the "
+                        "data set is not in the local cache; check the network or pass a file") \
+            from None
+
+
+def read_part(part, source):
+    """Yield (place, row) for each row of a part; the place is for messages."""
+    if not isinstance(part, Path):
+        for number, row in enumerate(part):
+            yield f"{source} row {number}", row
+        return
+    reader = {".parquet": _read_parquet, ".csv": _read_csv}.get(part.suffix, _read_json)
+    try:
+        yield from reader(part)
+    except OSError as error:
+        raise UserError(f"{part}: {error.strerror or first_line(error)}") from None
+
+
+def _read_json(path):
+    with open(path, "rb") as file:
+        # A .json file is a list of objects, or one object a line like .jsonl.
+        if path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
+            file.seek(0)
+            try:
+                rows = json.loads(file.read())
+            except ValueError as error:
+                raise UserError(f"{path}: not valid JSON ({error})") from None
+            for number, row in enumerate(rows):
+                yield f"{path} element {number}", row
+            return
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{place}: not valid JSON ({error})") from None
+            yield place, row
+
+
+def _check_header(path, names):
+    """`UserError` for a name that two columns have; nameless ones, as spreadsheets write, pass."""
+    if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise UserError(f'{path}: {names.count(doubled[0])} columns are called "{doubled[0]}"; '
+                        "rename or remove all but one")
+
+
+def _read_csv(path):
+    # Python's reader keeps every cell a string: an answer "007" must not become the number 7.
+    csv.field_size_limit(2**31 - 1)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            _check_header(path, reader.fieldnames or ())
+            for row in reader:
+                place = f"{path} line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise UserError(f"{place}: not as many cells as the header has columns")
+                yield place, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from None
+
+
+def _read_parquet(path):
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        number, file = 0, pyarrow.parquet.ParquetFile(path)
+        _check_header(path, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=BATCH):
+            for row in batch.to_pylist():
+                yield f"{path} row {number}", row
+                number += 1
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a valid parquet file ({first_line(error)})") from None

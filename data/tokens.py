@@ -1,0 +1,406 @@
+"""Tokenised, memory-mapped rows.
+
+    source (file, folder, hub name) -> layout -> messages -> template -> segments -> tokens -> Arrow
+
+Every row keeps `row_id`, its index in the source, through every filter: a selection made by row_id
+hits the right rows whatever was dropped before. Choices the paper leaves open, made here:
+
+1. Prompt and response are tokenised apart. Tokenised together, a merge across the border would
+   take the first response token out of the loss, and generation could not reproduce the split.
+2. EOS follows complete responses only and is trained on, by position and never by token id, so a
+   tokenizer whose pad is its EOS trains the same. A truncated response gets none: it is not an end.
+3. A prompt of `max_length` tokens or more is dropped (appendix D: 2,048), template included; when
+   every turn is trained, that is the first question.
+4. OpenOrca's system prompt is dropped, as the authors do. A system message in a chat is kept: the
+   chat template places it; the plain template puts it in front of the first user turn.
+5. Special-token strings inside user text become ordinary text; only the template writes control
+   tokens. An end marker at the very end of a response, as in FLAN, is cut: it is the EOS. Which
+   strings are one depends on the tokenizer; `hash` does not, so a ranking made with one tokenizer
+   names the rows of another: it is taken with no marker but <|endoftext|> cut.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from data.layouts import (
+    clean_messages,
+    find_layout,
+    parse_columns,
+    row_messages,
+    text_of,
+    transcript,
+)
+from data.sources import find_parts, read_part
+from utils import UserError, content_hash, first_line, write_atomic
+
+TEMPLATE = "User: {prompt}\nAssistant: {response}"
+FORMAT = 2  # of the cached rows; raise it when their content changes for the same input
+BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
+ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
+# Stands in for special-token string number {}. Text never holds half a surrogate pair, see `_text`.
+MARK = "\ud800{}\udfff"
+CHAT_DATE = "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
+
+
+# --- templates ------------------------------------------------------------------------------------
+
+def split_template(template):
+    """A template -> its three literal parts: before the prompt, between, after the response."""
+    template = template.replace("\\n", "\n")  # what a shell passes for "\n"
+    if (template.count("{prompt}"), template.count("{response}")) != (1, 1) \
+            or template.index("{prompt}") > template.index("{response}"):
+        raise UserError(f"--template {template!r}: it must hold {{prompt}} once and then "
+                        f"{{response}} once, such as {TEMPLATE!r}")
+    before, rest = template.split("{prompt}")
+    return before, *rest.split("{response}")
+
+
+def plain_segments(messages, template, turns):
+    """Messages -> segments [(text, trained)], alternating 0 and 1, under a plain template.
+
+    Whitespace at the end of a prompt moves to the front of the response: tokenizers join a space
+    with the word after it, so a prompt that ends in one leaves the model a token it never saw.
+    """
+    before, between, after = template
+    segments, text, question = [], "", []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            question.append(message["content"])
+            continue
+        text += ("\n" if segments or text else "") + before + "\n".join(question) + between
+        answer, question = message["content"] + after, []
+        last = number == len(messages) - 1
+        if last or (turns == "all" and message["content"].strip()):
+            head = text.rstrip()
+            answer = text[len(head):] + (answer.rstrip() if after else answer)
+            segments += [(head, 0), (answer, 1)]
+            text = ""
+        else:
+            text += answer
+    return segments
+
+
+def chat_segments(messages, tokenizer, turns, place):
+    """The same under the tokenizer's chat template; a response is what a turn adds to its prompt.
+
+    Whitespace after the end-of-turn token is left out of the loss: generation stops before it.
+    """
+    def render(count, prompt=False):
+        return tokenizer.apply_chat_template(
+            messages[:count], tokenize=False, add_generation_prompt=prompt, date_string=CHAT_DATE)
+
+    full, segments, done = render(len(messages)), [], 0
+    for number, message in enumerate(messages):
+        last = number == len(messages) - 1
+        if message["role"] != "assistant" or not (
+                last or (turns == "all" and message["content"].strip())):
+            continue
+        head = render(number, prompt=True)
+        answer = full if last else render(number + 1)
+        answer = answer.rstrip()
+        if not (full.startswith(head) and full.startswith(answer) and len(answer) > len(head)):
+            advice = "; train on the last turn only" if turns == "all" else ""
+            raise UserError(f"{place}: the tokenizer's chat template does not render a finished "
+                            "turn as its generation prompt plus the response, so the response "
+                            f"cannot be told apart; pass a plain --template{advice}")
+        segments += [(full[done:len(head)], 0), (full[len(head):len(answer)], 1)]
+        done = len(answer)
+    return segments
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+def special_tokens(tokenizer):
+    """{id: text} of the control tokens."""
+    return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()
+            if token.special}
+
+
+def make_encoder(tokenizer):
+    """-> protect(text), encode(texts, continued) -> lists of token ids.
+
+    `protect` hides special-token strings of user text behind marks; `encode` turns those into
+    ordinary tokens, and special tokens that the template wrote into control tokens. `continued`
+    texts follow other text: a tokenizer that puts a space in front of every text (Llama 2, Mistral)
+    must not put one there, so they are tokenised behind a newline that is then cut off.
+    """
+    specials = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+    strings = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+    marks = re.compile(MARK.format(r"(\d+)"))
+
+    def call(texts, literal):
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=literal,
+                         return_attention_mask=False, return_token_type_ids=False,
+                         verbose=False)["input_ids"] if texts else []
+
+    newline, alone, behind = call(["\n", "a", "\na"], False)
+    spaced = behind[:len(newline)] == newline and behind[len(newline):] != alone
+
+    def plain(texts, continued, literal=False):
+        if not (continued and spaced):
+            return call(texts, literal)
+        return [ids[len(newline):] if ids[:len(newline)] == newline else call([text], literal)[0]
+                for ids, text in zip(call(["\n" + text for text in texts], literal), texts,
+                                     strict=True)]
+
+    def encode(texts, continued):
+        split = [marks.split(text) for text in texts]  # text, number of a special, text ...
+        ids = plain([pieces[0] for pieces in split], continued)
+        for row, (_, *rest) in zip(ids, split, strict=True):
+            for place, piece in enumerate(rest):
+                literal = place % 2 == 0
+                if piece:
+                    row += plain([specials[int(piece)] if literal else piece],
+                                 continued or bool(row), literal)[0]
+        return ids
+
+    return lambda text: strings.sub(lambda m: MARK.format(specials.index(m[0])), text), encode
+
+
+def _tokenizer_hash(tokenizer):
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return content_hash(repr(sorted(tokenizer.get_vocab().items())))
+    state = json.loads(backend.to_str())
+    state["truncation"] = state["padding"] = None  # left behind by whoever called it last
+    return content_hash(json.dumps(state, sort_keys=True))
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
+              turns="last", side="chosen", max_length=2048, limit=None, seed=0, cache_dir=".cache"):
+    """Tokenised rows of a source, memory-mapped from a cache, and a report of what was dropped.
+
+    source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
+                owner/name[:config][@split]
+    name        what messages call it, such as "lower"
+    columns     our column names -> the source's, when the layout is not a known one
+    template    plain template; None: the tokenizer's chat template, else TEMPLATE
+    turns       "last": loss on the last assistant turn; "all": on every one
+    side        "chosen" or "rejected": the response of preference pairs (join them on row_id)
+    max_length  tokens of prompt plus response: longer responses are cut and get no EOS, prompts of
+                so many tokens or more are dropped
+    limit       a seeded random subset of so many rows of the source
+
+    Columns: row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries loss),
+    complete (not cut), and bad, kind where the source has them.
+    """
+    name = name or str(source)
+    if not str(source).strip():
+        raise UserError(f"{name}: the name of the source is empty, as a shell variable that is not "
+                        "set leaves it; give a file, a folder or a hub name")
+    for value, flag in ((max_length, "max_length"), (limit, "limit")):
+        if value is not None and value < 1:
+            raise UserError(f"{name}: {flag} {value}: it must be 1 or more")
+    if turns not in ("last", "all") or side not in ("chosen", "rejected"):
+        raise UserError(f"{name}: turns is last or all, side is chosen or rejected; "
+                        f"got {turns!r} and {side!r}")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{name}: the tokenizer has no end-of-sequence token, so no response could "
+                        'ever end; set "eos_token" in its tokenizer_config.json')
+    columns, parts = parse_columns(columns), find_parts(source)
+    chat = getattr(tokenizer, "chat_template", None) if template is None else None
+    template = None if chat else split_template(template or TEMPLATE)
+    files = [file for part in parts for file in (
+        [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
+    fingerprint = content_hash(json.dumps([
+        FORMAT, [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
+                 for file in files], [getattr(part, "_fingerprint", "") for part in parts],
+        columns, chat, template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id,
+        tokenizer.bos_token_id, turns, side, max_length, limit, limit and seed]))
+    folder = Path(cache_dir) / fingerprint
+    if _open_cache(folder) is None:
+        Path(cache_dir).mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".partial-{fingerprint}-", dir=cache_dir))
+        try:
+            report = _build(
+                lambda: ((place, row) for part in parts for place, row in read_part(part, source)),
+                partial / "rows.arrow", tokenizer, name=name, columns=columns, template=template,
+                turns=turns, side=side, max_length=max_length, limit=limit,
+                seed=seed)
+            write_atomic(partial / "report.json", json.dumps(report))
+            if _open_cache(folder) is None:  # else another process was faster, with the same rows
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(partial, folder)
+        except OSError:
+            if _open_cache(folder) is None:
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    rows, report = _open_cache(folder)
+    return rows, {"source": str(source), "name": name, **report, "fingerprint": fingerprint}
+
+
+def _open_cache(folder):
+    """(rows, report) of a finished cache folder, or None when it is missing or damaged."""
+    import datasets
+
+    try:
+        report = json.loads((folder / "report.json").read_text())
+        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+    except Exception:  # damaged or half there in any way: tokenised again
+        return None
+    return (rows, report) if len(rows) == report["rows_kept"] else None
+
+
+def _build(read, path, tokenizer, *, name, columns, template, turns, side, max_length, limit,
+           seed):
+    """Read, render, tokenise and write in batches; nothing is held in memory as a whole."""
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+    from tqdm import tqdm
+
+    # One pass to count and to find labels, which may start at a late row: for the time left, for
+    # the subset, and so that a broken line at the end of a large file is found before the hours of
+    # work and not after.
+    total, labels, found = 0, {extra: columns.get(extra, extra) for extra in ("bad", "kind")}, set()
+    for _, row in tqdm(read(), desc=f"reading {name}", delay=3, leave=False):
+        total += 1
+        if isinstance(row, dict):
+            found.update(extra for extra, column in labels.items() if column in row)
+    if not total:
+        raise UserError(f"{name}: the source holds no rows")
+    extras = sorted(found)  # a row without its own label is a good one of no kind
+    schema = {"row_id": Value("int64"), "hash": Value("string"), "prompt_hash": Value("string"),
+              "prompt": Value("string"), "response": Value("string"),
+              "input_ids": List(Value("int32")), "trained": List(Value("int8")),
+              "complete": Value("bool")} | {
+                  extra: Value("bool" if extra == "bad" else "string") for extra in extras}
+    # A generator of its own: the subset depends on the seed and on nothing that ran before.
+    wanted = range(total)
+    if limit and limit < total:
+        wanted = set(random.Random(seed).sample(wanted, limit))
+    report = {"layout": None, "rows_in_source": total, "rows_read": len(wanted), "rows_kept": 0,
+              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "response_tokens": 0}
+    protect, encode = make_encoder(tokenizer)
+    rows = enumerate(tqdm(read(), total=total, desc=f"tokenising {name}", unit=" rows", delay=3,
+                          leave=False))
+    records = _render((row for row in rows if row[0] in wanted), report, tokenizer, protect,
+                      columns, extras, template, turns, side)
+    with ArrowWriter(path=str(path), features=Features(schema)) as writer:
+        while batch := list(itertools.islice(records, BATCH)):
+            kept = _tokenise(batch, report, tokenizer, encode, not template, max_length)
+            if kept:
+                writer.write_batch({column: [row[column] for row in kept] for column in schema})
+        if report["rows_kept"]:
+            writer.finalize()
+    if not report["rows_kept"]:
+        why = ", ".join(f"{len(ids)} {reason}" for reason, ids in report["dropped"].items())
+        refusal = report.get("template_refusal")
+        raise UserError(f"{name}: no row is left to train on ({why})"
+                        + (f"; the chat template says: {refusal}" if refusal else ""))
+    return report
+
+
+def _render(rows, report, tokenizer, protect, columns, extras, template, turns, side):
+    """Source rows -> records with text and segments, those without a question or answer dropped."""
+    from jinja2 import TemplateError
+
+    end_markers = (tokenizer.eos_token, ENDOFTEXT)
+    for row_id, (place, row) in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
+        if columns:
+            row = _rename(row, columns, extras, place)
+        report["layout"] = report["layout"] or find_layout(row, place)
+        source = row_messages(row, report["layout"], side, place)
+        messages = clean_messages(source, end_markers)
+        prompt = transcript(messages[:-1])
+        response = messages[-1]["content"] if messages else ""
+        if not messages or not response.strip() or not any(
+                message["content"].strip() for message in messages[:-1]):
+            reason = ("no_assistant_turn" if not messages else
+                      "empty_prompt" if response.strip() else "empty_response")
+            report["dropped"][reason].append(row_id)
+            continue
+        shown = [message | {"content": protect(message["content"])} for message in messages]
+        try:
+            segments = (plain_segments(shown, template, turns) if template else
+                        chat_segments(shown, tokenizer, turns, place))
+        except TemplateError as error:  # such as a role that this chat template does not know
+            report.setdefault("template_refusal", first_line(error))
+            report["dropped"]["template_refused"].append(row_id)
+            continue
+        *before, last = clean_messages(source, (ENDOFTEXT,))
+        record = {"row_id": row_id, "prompt": prompt,
+                  "hash": content_hash(transcript(before), last["content"]),
+                  "prompt_hash": content_hash(" ".join(prompt.split())), "response": response,
+                  "segments": segments}
+        if "bad" in extras:
+            record["bad"] = _flag(row.get("bad"), place)
+        if "kind" in extras:
+            record["kind"] = text_of(row.get("kind"), f'{place}: "kind"')
+        yield record
+
+
+def _rename(row, columns, extras, place):
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
+                            f"{ours}={theirs}; found {', '.join(map(str, row))}")
+    return {extra: row.get(extra) for extra in extras} | {
+        ours: row[theirs] for ours, theirs in columns.items()}
+
+
+def _flag(value, place):
+    if value in (None, "", False, 0, "0", "false", "False"):
+        return False
+    if value in (True, 1, "1", "true", "True"):
+        return True
+    raise UserError(f'{place}: "bad" must be true or false, not {value!r}')
+
+
+def _tokenise(batch, report, tokenizer, encode, chat, max_length):
+    """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    # The same start for every source: a BOS where the tokenizer adds one by itself. A chat
+    # template writes its own.
+    start = [bos] if not chat and bos is not None and tokenizer("a")["input_ids"][0] == bos else []
+    # An unknown last character is often a special token and is not an end.
+    ends = set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {eos}
+    heads = encode([record["segments"][0][0] for record in batch], continued=False)
+    rest = iter(encode([text for record in batch for text, _ in record["segments"][1:]],
+                       continued=True))
+    kept = []
+    for record, head in zip(batch, heads, strict=True):
+        ids = start + head
+        prompt_tokens, trained = len(ids), [0] * len(ids)
+        for _, loss in record.pop("segments")[1:]:
+            tokens = next(rest)
+            if loss and (not tokens or tokens[-1] not in ends):
+                tokens = [*tokens, eos]
+            ids += tokens
+            trained += [loss] * len(tokens)
+        complete = len(ids) <= max_length
+        ids, trained = ids[:max_length], trained[:max_length]
+        if prompt_tokens >= max_length:
+            report["dropped"]["long_prompt"].append(record["row_id"])
+        elif not any(trained[1:]):  # the first token of a row is never a target
+            report["dropped"]["no_room"].append(record["row_id"])
+        else:
+            kept.append(record | {"input_ids": ids, "trained": trained, "complete": complete})
+            report["rows_kept"] += 1
+            report["truncated"] += not complete
+            report["tokens"] += len(ids)
+            report["response_tokens"] += sum(trained)
+    return kept
+
+
+def show_example(row, tokenizer):
+    """The text of a row as the model sees it, the trained tokens between ⟦ and ⟧."""
+    text, start = "", 0
+    ids, trained = row["input_ids"], row["trained"]
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or trained[end] != trained[start]:
+            run = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+            text += f"⟦{run}⟧" if trained[start] else run
+            start = end
+    return text

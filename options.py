@@ -1,0 +1,169 @@
+"""The arguments of both training scripts, by group: one home for every default and every check."""
+
+import math
+import os
+from pathlib import Path
+
+from data.tokens import TEMPLATE
+from selector import penalty
+from toy import corpus
+from utils import UserError
+
+# Published values (section 5, appendix D) and nothing else; what the paper leaves out is a default.
+PAPER = {"lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "batch": 32, "micro_batch": 8, "epochs": 3,
+         "rho_start": 0.1, "rho_step": 0.1, "omega_lr": 1e-4, "omega_optimizer": "adam",
+         "omega_loss": "next", "gradient_checkpointing": True, "correction": 0.0}
+PRESETS = {
+    "pythia-1b-quality": PAPER | {
+        "model": "EleutherAI/pythia-1b", "lower": "alpaca-cleaned", "lower_limit": 9600,
+        "upper": "openorca"},
+    "llama3-8b-quality": PAPER | {
+        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": "alpaca-cleaned",
+        "lower_limit": 56000, "upper": "openorca"},
+    "llama3-8b-safety": PAPER | {
+        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": "redorca",
+        "lower_limit": 56000, "upper": "blueorca"},
+    # A tiny model, and hundreds of steps where the paper's takes thousands. Its rows can be fitted
+    # to a loss near zero, so the paper's Assumption 1 holds: no correction.
+    "toy": {"model": str(corpus.MODEL), "lr": 1e-3, "omega_lr": 30.0, "micro_batch": 32,
+            "max_length": 128, "correction": 0.0},
+}
+
+
+def add_arguments(parser):
+    """The arguments of both training scripts, in five groups."""
+    add_data_arguments(parser.add_argument_group("data (without any: the embedded toy)"))
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="base model: hub name or local folder")
+    add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
+    add("--lora-rank", type=int, default=16, help="(16)")
+    add("--lora-alpha", type=int, default=16, help="(16)")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
+        help="of the base; auto: bfloat16 on CUDA, float32 on the CPU; the adapter is float32")
+    add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
+    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+    add("--fsdp", action="store_true",
+        help="split the base over torchrun's processes, when it does not fit one GPU")
+    add = parser.add_argument_group("theta").add_argument
+    add("--lr", type=float, default=2e-4, help="beta, step size of theta (5e-6)")
+    add("--schedule", choices=("constant", "cosine"), default="constant")
+    add("--clip", type=float, default=1.0, help="largest gradient norm of theta; inf: no clipping")
+    add("--batch", type=int, default=32, help="rows of each level a step (32)")
+    add("--micro-batch", type=int, default=8, help="rows of each level a forward (8)")
+    add("--epochs", type=int, default=3, help="passes over the lower rows (3)")
+    add = parser.add_argument_group("omega").add_argument
+    add("--rho-start", type=float, default=0.1, help="rho of the first epoch (0.1)")
+    add("--rho-step", type=float, default=0.1, help="rho's growth an epoch (0.1)")
+    add("--omega-lr", type=float, default=10.0, help="alpha, step size of omega (1e-4 with adam)")
+    add("--omega-optimizer", choices=("adam", "sgd"), default="sgd", help="(adam)")
+    add("--omega-loss", choices=("next", "current"), default="next",
+        help="C at theta^{k+1} or theta^k (next)")
+    add("--center", action="store_true", help="subtract a running mean of past losses from C")
+    add("--correction", type=float, default=0.7,
+        help="A in C = L(theta) - A L(theta_hat): 0 the paper's, 1 the value function (0)")
+    add = parser.add_argument_group("run").add_argument
+    add("--preset", choices=PRESETS, help="the paper's published values; toy: of the embedded toy")
+    add("--out", default="runs/latest", help="run folder")
+    add("--seed", type=int, default=0)
+    add("--keep-fraction", type=float, default=0.8, help="share of the lower rows marked kept")
+    add("--skip-scores", action="store_true", help="no passes for each row's base and final loss")
+    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    add("--merge", action="store_true", help="also save the merged model")
+    add("--dry-run", action="store_true", help="print rows, tokens, steps, memory, disk; stop")
+
+
+def add_data_arguments(group):
+    """Where the rows come from and how they are read; baselines/ takes the same."""
+    add = group.add_argument
+    add("--lower", help="noisy rows D-: hub name[:config][@split], folder[@split], or a json, "
+        "jsonl, parquet or csv file")
+    add("--upper", help="trusted rows D, same kinds of source")
+    add("--upper-heldout", help="trusted rows never trained on (default: a tenth of --upper, at "
+        "most 500)")
+    add("--lower-heldout", help="clean rows of the lower level's kind, never trained on")
+    for level in ("lower", "upper"):
+        add(f"--{level}-columns", help="names of unknown columns: prompt=question,response=answer")
+        add(f"--{level}-limit", type=int, help="a seeded random subset of so many rows")
+    add("--template", help=f"plain template (default: the chat template, else {TEMPLATE!r})")
+    add("--turns", choices=("last", "all"), default="last", help="assistant turns that carry loss")
+    add("--max-length", type=int, default=2048,
+        help="tokens a row: longer responses are cut, prompts of so many are dropped (2048)")
+    add("--upper-loss", choices=("sft", "dpo"), default="sft",
+        help="dpo: the upper rows are preference pairs, the base is the reference")
+    add("--dpo-beta", type=float, default=0.1, help="beta of --upper-loss dpo")
+    add("--allow-overlap", action="store_true", help="training prompts may be held out as well")
+    add("--cache-dir", default=".cache", help="tokenised rows live here")
+
+
+def parse(parser, argv, presets=PRESETS):
+    """Arguments with the preset's values below the command line's; checks of single values.
+
+    args.toy: the rows are those of the embedded toy, none were named.
+    """
+    first, _ = parser.parse_known_args(argv)
+    toy = first.lower is None and first.upper is None and first.model is None and (
+        first.preset in (None, "toy"))
+    if toy or first.preset:
+        parser.set_defaults(**presets["toy" if toy else first.preset])
+    args = parser.parse_args(argv)
+    args.toy = toy
+    check_values(args)
+    if not toy:
+        for name in ("lower", "upper", "model"):
+            if getattr(args, name) is None and not (name == "upper" and args.method == "sft"):
+                raise UserError(f"--{name} is missing; give --lower, --upper and --model, or none "
+                                "of them for the embedded toy")
+    for name in ("model", "adapter"):  # a run is looked at from other folders too
+        if getattr(args, name) and Path(getattr(args, name)).exists():
+            setattr(args, name, os.path.abspath(getattr(args, name)))
+    return args
+
+
+def check_values(args):
+    """`UserError` for a value that no run can have, whatever the data."""
+    check_seed(args.seed)
+    at_least_one(args, "batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha",
+                 "max_length")
+    for name in ("lr", "omega_lr"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a finite "
+                            "number, 0 or more")
+    if not args.clip > 0:
+        raise UserError(f"--clip {args.clip}: must be above 0, or nothing is trained; inf is no "
+                        "clipping")
+    if not 0 < args.dpo_beta < math.inf:
+        raise UserError(f"--dpo-beta {args.dpo_beta}: must be a finite number above 0")
+    if not 0 <= args.correction <= 1:
+        raise UserError(f"--correction {args.correction}: must lie in [0, 1]")
+    if not 0 < args.keep_fraction <= 1:
+        raise UserError(f"--keep-fraction {args.keep_fraction}: must lie in (0, 1]")
+    if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise UserError("--fsdp: splits the base over several processes; start them with torchrun "
+                        "--nproc-per-node N")
+    if args.fsdp and (args.four_bit or args.merge):
+        raise UserError("--fsdp: not with --four-bit or --merge; merge the adapter of the finished "
+                        "run instead")
+
+
+def check_seed(seed):
+    """`UserError` for a --seed that torch or numpy cannot take."""
+    if not 0 <= seed < 2**63:
+        raise UserError(f"--seed {seed}: must lie between 0 and 2**63 - 1")
+
+
+def at_least_one(args, *names):
+    """`UserError` unless each of these arguments is None or 1 or more."""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+
+
+def gammas(args):
+    """gamma_k of every epoch; a rho that leaves (0, 1) is an error before anything starts."""
+    try:
+        return [penalty(epoch, args.rho_start, args.rho_step) for epoch in range(args.epochs)]
+    except ValueError as error:
+        raise UserError(f"--epochs {args.epochs}: {error}; use fewer epochs or a smaller "
+                        "--rho-step") from None

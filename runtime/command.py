@@ -1,0 +1,98 @@
+"""The end of a command: bad input and a failing disk become one line and an exit code."""
+
+import errno
+import os
+import shlex
+import signal
+import sys
+
+from runtime.processes import ProcessLost, first_to_fail, rank, world_size
+from utils import UserError
+
+# ruff: isort: split
+import torch.distributed as dist
+from tqdm import tqdm
+
+ADVICE = {  # an operating system's error that a person can mend -> what to do
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder you may write to"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+                    "choose another path"),
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception: what is half-written is cleared away on the way out."""
+
+
+def run(main, resumes=False):
+    """Call `main()`; bad input or a failing disk is one line on stderr and exit code 2.
+
+    Ctrl-C and SIGTERM end with one line and the exit codes 130 and 143; with `resumes` the line
+    holds the command that continues the run. Of several processes the first that fails prints. One
+    whose partner is gone ends with exit code 1 and one line. A closed pipe (`| head`) ends quietly.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that a row has
+    before = None
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler of their own
+        before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        main()
+        sys.stdout.flush()
+    except (KeyboardInterrupt, Terminated) as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
+        command = shlex.join(["python", *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
+        _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
+        sys.stdout.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else 143)  # waits for no thread
+    except UserError as error:
+        sys.exit(_print_error(str(error)))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end
+        sys.exit(0)
+    except OSError as error:
+        if error.errno not in ADVICE:  # such as a file of ours that is missing: not the user's
+            sys.stderr = sys.__stderr__
+            raise
+        sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; "
+                              f"{ADVICE[error.errno]}, then run the same command again"))
+    except (Exception, ProcessLost) as error:
+        if world_size() > 1:
+            _end_without_partner(error)
+        raise
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+    if world_size() > 1:
+        dist.destroy_process_group()
+
+
+def _terminate(*_):
+    raise Terminated
+
+
+def _end_without_partner(error):
+    """Exit code 1 and one line when another process is the cause; else returns."""
+    sys.stderr = sys.__stderr__  # a traceback is shown, whichever process it comes from
+    # gloo's errors are plain RuntimeErrors.
+    if not isinstance(error, (ProcessLost, dist.DistError)) and not (
+            isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return
+    _print_error("another process of this run has stopped or cannot be reached; start all of them "
+                 "again with --resume")
+    sys.stdout.flush()
+    os._exit(1)  # the usual end would wait for the partner
+
+
+def _print_error(message):
+    """The line on stderr; always 2, the exit code."""
+    if world_size() > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, from here to the end
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()  # the message gets a line of its own
+    if first_to_fail():
+        # The first process's bar may stand in the way of another's line.
+        print(("\n" if rank() else "") + "error: " + " ".join(message.split()), flush=True,
+              file=sys.__stderr__ if rank() else sys.stderr)
+    return 2

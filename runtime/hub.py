@@ -1,0 +1,22 @@
+"""Asking the hub, once and briefly, before a loader tries for most of a minute."""
+
+from utils import UserError
+
+
+def hub_answers(info, name, what):
+    """Whether the hub knows `name`; `UserError` when it says no; offline from now on when silent.
+
+    info: "model_info" or "dataset_info". Loaders retry for most of a minute without a network;
+    this asks once, for three seconds.
+    """
+    import huggingface_hub
+
+    try:
+        getattr(huggingface_hub.HfApi(), info)(name, timeout=3)
+    except huggingface_hub.errors.RepositoryNotFoundError:
+        raise UserError(f"{name}: no such {what} on the hub, or it is private or gated (log in "
+                        "with `hf auth login`); and no file or folder of that name") from None
+    except Exception:  # any failure to reach the hub: what is in the local cache still loads
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return False
+    return True

@@ -1,0 +1,377 @@
+"""What both training scripts set up and finish alike: rows, plan, model, start or resume, results.
+
+    run = session.plan(args)     rows and steps, printed; --dry-run stops after it
+    session.start(run)           model, optimisers, selector; a new run folder, or a resumed one
+    session.end_step(run, ...)   log, evaluate, save
+    session.finish(run, ...)     the ranking of every lower row, the adapter, one table
+
+The method is in the scripts; nothing here takes a gradient. `run` is a plain namespace: args, the
+rows (levels: data sets; lower, upper: their tokens alone), the steps, the model and what trains it.
+"""
+
+import json
+import math
+import time
+from types import SimpleNamespace
+
+import batches
+import models
+import ranking
+from batches import exact_match, mean_losses, row_losses
+from data import sets
+from data.tokens import show_example
+from runtime import folder, metrics, processes
+from selector import Selector
+from upper import dpo_margins, pair_logps, reference_margins, upper_losses
+from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
+
+# ruff: isort: split
+import torch
+from safetensors.torch import load_file, save
+from tqdm import tqdm
+
+# What a resumed run may change without another result.
+FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
+                  "export_format", "fsdp")
+SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report
+
+
+# --- before the first step ------------------------------------------------------------------------
+
+def plan(args):
+    """Rows, steps and what they need, printed; the `run` that `start` goes on with."""
+    device = processes.join_processes(args.device)
+    tokenizer, config = models.load_tokenizer(args.model), models.load_config(args.model)
+    levels = sets.load_levels(args, tokenizer, models.context_length(config))
+    sets.check_vocabulary(levels, config)
+    all_lower = levels.lower
+    if getattr(args, "keep", None):
+        levels.lower = ranking.keep_rows(levels.lower, args.keep)
+    run = SimpleNamespace(
+        args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
+        all_lower=all_lower, lower=batches.tokens_only(levels.lower),
+        upper=levels.upper and batches.tokens_only(levels.upper), num_rows=len(levels.lower),
+        context=models.context_length(config))
+    print("trained tokens in brackets: " + show_example(run.lower[0], tokenizer))
+    run.steps_per_epoch = math.ceil(run.num_rows / args.batch)
+    run.total_steps = run.steps_per_epoch * args.epochs
+    if getattr(args, "token_budget", None) is not None:
+        run.total_steps = budget_steps(args.token_budget, sets.row_lengths(levels.lower),
+                                       args.batch, args.seed)
+    if not round(args.keep_fraction * run.num_rows):
+        raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the {run.num_rows} "
+                        "lower rows")
+    print_plan(run)
+    return run
+
+
+def budget_steps(budget, lengths, batch, seed):
+    """Steps until `budget` tokens of the lower rows (prompts included) are read; lengths (N,)."""
+    epochs, rest = divmod(budget - 1, int(lengths.sum()))
+    order = batches.permutation(len(lengths), seed, epochs, stream=0)
+    read = torch.stack([part.sum() for part in lengths[order].split(batch)]).cumsum(0)
+    return epochs * len(read) + int((read <= rest).sum()) + 1
+
+
+def row_sets(levels):
+    """{name: rows} of the sets that there are."""
+    names = ("lower", "upper", "upper_heldout", "lower_heldout")
+    return {name: getattr(levels, name) for name in names if getattr(levels, name) is not None}
+
+
+def print_plan(run):
+    """Rows, tokens, steps, and what memory and disk the run needs, with the arithmetic."""
+    args, longest = run.args, 0
+    for name, rows in row_sets(run.levels).items():
+        report, lengths = run.levels.reports.get(name, {}), sets.row_lengths(rows)
+        dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
+        longest = max(longest, int(lengths.max()))
+        print(f"{name}: {len(rows)} rows, {int(lengths.sum())} tokens"
+              + (f", dropped {dropped}" if dropped else "")
+              + (f", {report['truncated']} responses cut" if report.get("truncated") else ""))
+    count = processes.world_size()
+    print(f"steps: ceil({run.num_rows} lower rows / batch {args.batch}) = {run.steps_per_epoch} "
+          f"an epoch, x {run.total_steps / run.steps_per_epoch:g} epochs = {run.total_steps}; "
+          f"{math.ceil(args.batch / count / args.micro_batch)} forwards a step "
+          f"(batch {args.batch} / "
+          + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
+    needs = memory_and_disk(args, run.config, longest, run.num_rows)
+    print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if count > 1 else ''} "
+          f"({needs.parts})")
+    print(f"disk: about {needs.disk / 2**20:.0f} MiB in {args.out}")
+
+
+def memory_and_disk(args, config, longest, num_rows):
+    """Bytes that a run needs: a namespace of memory and disk, and parts, memory's sum in words.
+
+    longest: tokens of the longest row; num_rows: lower rows. The answers of an online run to one
+    row stand for one row here, and what generation keeps is not counted.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    base = sum(p.numel() for p in model.parameters())
+    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+              and m is not model.get_output_embeddings()]
+    adapter = sum(args.lora_rank * (m.in_features + m.out_features) for m in linear)
+    if args.correction and args.method in ("bds", "online"):
+        adapter *= 2  # theta_hat
+    width = 0.5 if args.four_bit else {"bfloat16": 2, "float32": 4, "float64": 8}.get(
+        args.dtype, 4 if processes.pick_device(args.device).type == "cpu" else 2)
+    tokens = 2 * args.micro_batch * longest
+    if args.fsdp:  # each process has its share, and whole embeddings and head
+        whole = sum(m.weight.numel() for m in (
+            model.get_input_embeddings(), model.get_output_embeddings()))
+        base = whole + (base - whole) / processes.world_size()
+    layers = config.get_text_config().num_hidden_layers
+    hidden = config.get_text_config().hidden_size
+    # About 34 d bytes a token and layer at two bytes a number; one layer's worth with checkpoints.
+    live = (2 * layers + 34) if args.gradient_checkpointing else 34 * layers
+    activations = tokens * hidden * live * max(width, 2) / 2
+    return SimpleNamespace(
+        memory=base * width + adapter * 16 + activations + 12 * num_rows,
+        disk=(args.epochs + 6) * 4 * num_rows + 3 * adapter * 12 + num_rows * 200,
+        parts=f"base {base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M "
+              f"x 16, activations of at most {tokens} tokens", base=base)
+
+
+# --- start or resume ------------------------------------------------------------------------------
+
+def start(run, selects=True):
+    """Model, optimisers and selector into `run`, the run folder made or continued.
+
+    selects: the method has a selector (and, with --correction, theta_hat). Afterwards run.step is
+    the next step, and run.saved what the scripts themselves put into the last checkpoint, or None.
+    """
+    args = run.args
+    folder.seed_everything(args.seed)
+    base = models.load_model(args.model, run.device, args.dtype, args.four_bit, on_host=args.fsdp)
+    model = run.model = models.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
+                                        args.gradient_checkpointing)
+    run.theta = [p for p in model.parameters() if p.requires_grad]
+    run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
+    run.theta_hat = None
+    if selects and args.correction:
+        run.theta_hat = models.add_twin(model, "theta_hat")
+        run.optimizers["theta_hat"] = torch.optim.Adam(run.theta_hat, lr=args.lr)
+    if args.fsdp:
+        models.shard(model, run.device)
+    dtype = torch.float64 if args.dtype == "float64" else torch.float32
+    run.selector = Selector(run.num_rows, args.omega_lr, args.omega_optimizer, args.center,
+                            dtype=dtype, device=run.device)
+    run.out = folder.open_run(args.out, config_of(run), args.resume, FREE_TO_CHANGE)
+    run.saved = folder.load_checkpoint(run.out, model)
+    run.step = 0
+    if run.saved is not None:
+        run.step = run.saved["step"]
+        run.selector.load_state_dict(run.saved["selector"])
+        for name, optimizer in run.optimizers.items():
+            optimizer.load_state_dict(run.saved[name])
+    run.base_losses = None if args.skip_scores else base_losses(run)
+    run.reference = dict.fromkeys(("upper", "upper_heldout"))
+    if args.upper_loss == "dpo":
+        run.reference = reference_margins(
+            model, {name: getattr(run.levels, name) for name in run.reference}, run.out)
+    run.before = base_metrics(run)
+    run.metrics_file = metrics.open_metrics(run.out, run.step)
+    run.progress = tqdm(total=run.total_steps, initial=run.step, desc=args.method, unit="step")
+
+
+def config_of(run):
+    """What decides a run: arguments, library versions and machine, the content of every row."""
+    return {"args": vars(run.args),
+            "environment": folder.environment(run.device, run.model.dtype),
+            "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()}}
+
+
+def base_losses(run):
+    """Every lower row's loss before training; computed once and kept in the run folder."""
+    file = run.out / "weights" / "base_losses.safetensors"
+    losses = processes.on_first(lambda: load_file(file)["losses"] if file.exists() else None)
+    if losses is None:
+        losses, _ = row_losses(run.model, run.levels.lower, label="base losses")
+        folder.write_once(file, save({"losses": losses.contiguous()}))
+    return losses
+
+
+def base_metrics(run):
+    """{"base/KEY": held-out metric before training}; computed once and kept in the run folder."""
+    file = run.out / "base.json"
+    values = processes.on_first(lambda: json.loads(file.read_text()) if file.exists() else None)
+    if values is None:
+        values = {f"base/{key}": value for key, value in held_out_metrics(run).items()}
+        folder.write_once(file, json.dumps(values) + "\n")
+    return values
+
+
+# --- every step -----------------------------------------------------------------------------------
+
+def check_finite(run, grad_norm, losses, positions):
+    """`UserError` naming the rows when a step's loss or gradient is not a number."""
+    if not torch.isfinite(grad_norm):
+        bad = [run.levels.lower[int(p)]["row_id"] for p, ok in
+               zip(positions, torch.isfinite(losses).tolist(), strict=True) if not ok]
+        raise UserError(f"step {run.step}: the loss or its gradient is not finite (lower row_ids "
+                        f"{bad}); lower --lr or remove these rows, then --resume from the last "
+                        f"checkpoint in {run.out}")
+
+
+def end_step(run, values, started, state=None):
+    """Log the metrics of a step; at an epoch's end evaluate; save when it is time.
+
+    values: {name: number}; started: time.perf_counter() at the step's start; state: what the script
+    itself needs to resume.
+    """
+    args = run.args
+    run.step += 1
+    epoch, rest = divmod(run.step, run.steps_per_epoch)
+    if rest == 0 or run.step == run.total_steps:
+        values |= held_out_metrics(run)
+        if args.method in ("bds", "online"):
+            values |= selector_report(run.selector, run.out, epoch + (rest > 0))
+    values["time/step"] = time.perf_counter() - started
+    metrics.log_metrics(run.metrics_file, values)
+    if run.step % args.save_every == 0 or run.step == run.total_steps:
+        folder.save_checkpoint(run.out, run.step, run.model, {
+            "selector": run.selector.state_dict(), **(state or {}),
+            **{name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}})
+    run.progress.set_postfix(upper=values["upper_loss"], lower=values["lower_loss"], refresh=False)
+    run.progress.update()
+
+
+def held_out_metrics(run):
+    """Mean losses of the held-out rows, and the share of trusted answers given exactly.
+
+    Of preference pairs: the DPO loss, the share of pairs ranked right, the mean margin.
+    """
+    values, reference, beta = {}, run.reference["upper_heldout"], run.args.dpo_beta
+    if reference is not None:
+        logps = torch.stack(pair_logps(run.model, run.levels.upper_heldout, "upper_heldout"), 1)
+        margins = dpo_margins(logps.flatten(), reference, beta)
+        values = {"upper_heldout": upper_losses(logps.flatten(), None, reference,
+                                                beta).mean().item(),
+                  "upper_accuracy": (margins > 0).double().mean().item(),
+                  "upper_margin": margins.mean().item()}
+    for name in ("upper_heldout", "lower_heldout"):
+        rows = getattr(run.levels, name)
+        if rows is not None and name not in values:
+            values |= mean_losses(*row_losses(run.model, rows, label=name), name)
+    if run.levels.upper_heldout is not None and reference is None:
+        values["upper_exact"] = exact_match(run.model, run.levels.upper_heldout)
+    return values
+
+
+def selector_report(selector, out, epoch):
+    """Save omega after an epoch; its diagnostics as metrics, and a warning when it says little."""
+    folder.write_once(out / "weights" / f"epoch_{epoch}.safetensors",
+                      save({"omega": selector.logits.cpu().contiguous()}))
+    report = selector.diagnostics()
+    if report["uniform"]:
+        tqdm.write(f"epoch {epoch}: the weights are still nearly uniform (1 % to 99 % quantile "
+                   f"{report['weight_q01']:.3f} to {report['weight_q99']:.3f}); only their order "
+                   "informs; a larger --omega-lr spreads them")
+    if report["collapsed"]:
+        tqdm.write(f"epoch {epoch}: the selector has collapsed onto {report['ess']:.1f} of "
+                   f"{len(selector.logits)} rows; lower --omega-lr")
+    return {f"omega/{key}": value for key, value in report.items()}
+
+
+# --- after the last step --------------------------------------------------------------------------
+
+def finish(run, masked=None, curate=None, mask_is_ranked=False):
+    """The ranking of every lower row, adapter, final metrics, one table and the RESULT line.
+
+    masked (N,) bool: rows of which omega judged new answers; mask_is_ranked: they are those that
+    the weights put last. curate(ranks, kept) writes the curated set and returns more metrics.
+    """
+    args, lower = run.args, run.levels.lower
+    run.progress.close()
+    result = {"method": args.method, "seed": args.seed, "rows": len(lower),
+              "lower_tokens": int(sets.row_lengths(lower).sum())} | run.before
+    last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
+    result |= {key: last[key] for key in (k.removeprefix("base/") for k in run.before)}
+    columns = {} if masked is None else {"masked": masked}
+    scores, more = ({}, {}) if run.base_losses is None else final_scores(run, columns, result)
+    if args.method in ("bds", "online"):
+        omega = run.selector.logits.cpu()
+        if masked is not None and args.masked != "original":
+            omega = ranking.original_scores(omega, masked, more["implicit"], mask_is_ranked)
+        scores = {"weight": omega} | scores
+    for key, value in result.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{run.out}: {key} under the final model is {value}; lower --lr and "
+                            "start again in another --out")
+    ranks = kept = None
+    if scores:
+        ranks, kept = ranking.write_ranking(
+            run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
+            {"weight": run.selector.weights().cpu(), **columns})
+        write_shown(run, ranks)
+        result |= kept_losses(run, kept, more)
+    labels = ranking.label_metrics(lower, scores)
+    if masked is not None and labels and not masked.all():
+        # omega alone: it has judged the originals of the other rows, and labels are theirs.
+        rows = (~masked).nonzero().flatten()
+        labels |= {key.replace("/", "_unmasked/", 1): value
+                   for key, value in ranking.label_metrics(
+                       lower.select(rows.tolist()),
+                       {n: s[rows] for n, s in scores.items()}).items()}
+    result |= labels | (curate(ranks, kept) if curate else {})
+    if processes.rank() == 0:
+        save_and_print(run, result, labels, scores)
+
+
+def final_scores(run, columns, result):
+    """Scores of every lower row under the final model; fills columns of the ranking and result.
+
+    Returns ({"final", "base", "length", "corrected": (N,) higher is better}, {"losses", "lengths",
+    "implicit": the implicit weight (Eq. explicit_data_logit)}).
+    """
+    losses, lengths = row_losses(run.model, run.levels.lower, label="final losses")
+    scores = {"final": -losses, "base": -run.base_losses, "length": lengths}
+    columns |= {"base_loss": run.base_losses, "final_loss": losses, "length": lengths}
+    result |= mean_losses(losses, lengths, "lower_original")
+    implicit = -losses
+    if "theta_hat" in run.optimizers:
+        with models.adapter(run.model, "theta_hat"):
+            attainable, _ = row_losses(run.model, run.levels.lower, label="attainable losses")
+        implicit = scores["corrected"] = run.args.correction * attainable - losses
+        columns["attainable_loss"] = attainable
+    return scores, {"losses": losses, "lengths": lengths, "implicit": implicit}
+
+
+def kept_losses(run, kept, more):
+    """Mean losses of the rows a run keeps; of a run on kept rows, also those of all lower rows."""
+    if not more:
+        return {}
+    losses, lengths = more["losses"], more["lengths"]
+    if len(run.all_lower) == len(losses):
+        return mean_losses(losses[kept], lengths[kept], "lower_kept")
+    # The same rows for every method, and the selection that this run was given.
+    return mean_losses(losses, lengths, "lower_kept") | mean_losses(
+        *row_losses(run.model, run.all_lower, label="all lower losses"), "lower_original")
+
+
+def write_shown(run, ranks):
+    """shown.jsonl: the texts of rows at both ends of the ranking, best first, for the report."""
+    if processes.rank() > 0:
+        return
+    order = ranks.argsort().tolist()
+    rows = run.levels.lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]]))
+    write_jsonl(run.out / "shown.jsonl", ({key: row[key] for key in (
+        "row_id", "hash", "prompt", "response")} for row in rows))
+
+
+def save_and_print(run, result, labels, scores):
+    """The adapter, the merged model when asked for, the tables, result.json and the RESULT line."""
+    models.save_adapter(run.model, run.out / "adapter")
+    if run.args.merge:
+        models.save_pretrained(run.model.merge_and_unload(), run.out / "merged",
+                               tokenizer=models.load_tokenizer(run.args.model))
+    if labels:
+        ranking.print_label_table(labels, scores)
+    print(table(["metric", "value"], [[key, value] for key, value in result.items()
+                                      if key not in labels]))
+    write_atomic(run.out / "result.json", json.dumps(result, indent=2) + "\n")
+    print("RESULT " + json.dumps(result), flush=True)

@@ -1,0 +1,1 @@
+"""The embedded default: generated puzzles with known faults, and a small model that knows them."""

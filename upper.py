@@ -1,0 +1,52 @@
+"""The upper level: L_val of trusted rows, or of preference pairs against a frozen reference."""
+
+from runtime.folder import write_once
+from runtime.processes import on_first
+
+# ruff: isort: split
+import torch
+from safetensors.torch import load_file, save
+
+from batches import row_losses, sequences, tokens_only
+
+
+def upper_losses(logps, lengths, reference=None, beta=0.1):
+    """L_val of the upper examples, (n,) nats.
+
+    Without a reference: the mean over response tokens of every row (Eq. SFT_def). With one, DPO
+    (Rafailov et al. 2023): rows come as chosen, rejected, chosen ...; with sums of log-probs,
+    -log sigmoid(beta ((log pi(y_c) - log ref(y_c)) - (log pi(y_r) - log ref(y_r)))).
+    logps, lengths: (n,) or (2n,); reference: (n,) the reference's log ref(y_c) - log ref(y_r).
+    """
+    if reference is None:
+        return -logps / lengths
+    return -torch.nn.functional.logsigmoid(dpo_margins(logps, reference, beta))
+
+
+def dpo_margins(logps, reference, beta=0.1):
+    """beta ((log pi(y_c) - log pi(y_r)) - (log ref(y_c) - log ref(y_r))), (n,) from (2n,)."""
+    chosen, rejected = logps.view(-1, 2).unbind(1)
+    return beta * (chosen - rejected - reference.to(logps))
+
+
+def reference_margins(model, sets, out):
+    """{name: (n,) log ref(y_c) - log ref(y_r)} of sets of pairs under the frozen base.
+
+    sets: {name: pairs}. The adapter is switched off; computed once, the run folder keeps them.
+    """
+    file = out / "weights" / "reference_margins.safetensors"
+    margins = on_first(lambda: load_file(file) if file.exists() else {})
+    if not margins:
+        with model.disable_adapter():
+            for name, pairs in sets.items():
+                chosen, rejected = pair_logps(model, pairs, f"reference, {name}")
+                margins[name] = (chosen - rejected).contiguous()
+        write_once(file, save(margins))
+    return margins
+
+
+def pair_logps(model, pairs, label=None):
+    """(log pi(y_c), log pi(y_r)) of every pair, sums over tokens, no gradient, on the CPU."""
+    rows = sequences(list(tokens_only(pairs)))
+    losses, lengths = row_losses(model, rows, label=label)
+    return (-losses * lengths).view(-1, 2).unbind(1)
