@@ -96,6 +96,24 @@ def test_bounded_transformer(bounded):
     assert rows[-1]["bds"] - rows[-1]["v"] < 1e-5
 
 
+def test_crossing_is_the_largest_rho_where_mixing_is_no_worse_than_bds(bounded):
+    rhos, rows = bounded
+    assert [row["crossing"] for row in rows] == [0.5, 0.1, 0.1, 0.0, 0.0]
+    for row in rows:
+        no_worse = [float(rho) for rho, loss in zip(rhos, row["mixing"], strict=True)
+                    if float(loss) <= row["bds"]]
+        assert row["crossing"] == max(no_worse, default=0.0)
+
+
+@pytest.mark.parametrize("radius, crossing", [(2.0, 0.50), (4.0, 0.38), (8.0, 0.10)])
+def test_reported_crossings(radius, crossing):
+    """On the reported grid of steps of 0.02: no worse at the crossing, worse at the next rho."""
+    rhos = torch.tensor([0.01, crossing, crossing + 0.02, 0.9], dtype=F64)
+    row = benefit.bounded_benefit(radius, rhos)
+    assert row["crossing"] == pytest.approx(crossing, abs=1e-12)
+    assert row["mixing"][1] <= row["bds"] < row["mixing"][2]
+
+
 def test_mixing_tends_to_the_shared_mass(bounded):
     """One context, two answers: at rho = 1/2, N' = 2, N = 4 the trusted one keeps 2/3."""
     rhos, rows = bounded

@@ -223,8 +223,19 @@ def test_both_sets_of_the_convergence_instance_are_separable():
 HITS = {2.0: 148, 1.0: 1639, 0.5: 9388, 0.25: 14862, 0.125: 24684}
 
 
+# Each run's tightest values: L_k over the measured variation, Taylor slack, PL slack, ratio of the
+# condition on the start along the path; then the first step outside the certified tube.
+TIGHTEST = {2.0: (437.14, 1.5007e-3, 359.55, 6.8791e6, 1),
+            1.0: (550.24, 2.2026e-4, 240.51, 4.5040e6, 1),
+            0.5: (716.80, 3.1743e-5, 158.83, 3.0365e6, 2),
+            0.25: (957.33, 1.8579e-5, 103.81, 2.1197e6, 2),
+            0.125: (1308.9, 4.1828e-6, 67.759, 1.5395e6, 3)}
+
+
 def check_run(epsilon):
     r, trace, smooth = convergence.convergence_run(epsilon)
+    tightest = [r[key] for key in ("smooth_slack", "taylor_slack", "pl_slack", "ratio_min")]
+    assert tightest == pytest.approx(TIGHTEST[epsilon][:4], rel=0.01)
     assert r["hit"]
     assert r["steps"] == pytest.approx(HITS[epsilon], rel=0.01)
     assert r["gamma"] == pytest.approx(1 / math.sqrt(epsilon))
@@ -247,9 +258,25 @@ def check_run(epsilon):
     assert r["sigma0"] > 0
     assert r["exit"] is not None                              # the path leaves the certified tube
     assert r["exit"] <= 5
+    assert r["exit"] == TIGHTEST[epsilon][4]
+    assert trace.S[r["exit"] - 1] <= r["S_H"] < trace.S[r["exit"]]
+    assert float(trace.ratio[0]) == pytest.approx(r["ratio"], rel=1e-12)
+    check_taylor(r, trace, smooth)
     assert r["epsilon"] < r["epsilon_0"]
     assert r["wished"] > 50 * r["steps"]
     return r, trace, smooth
+
+
+def check_taylor(r, trace, smooth):
+    """The Taylor bound at L_k, from the trace: the end of a step is the run's next iterate."""
+    eta = r["eta"]
+    for k, _, L, slack in smooth.tolist():
+        k = int(k)
+        if k < r["steps"]:
+            assert float(trace.L[k]) == L
+            square = float(trace.square[k])
+            bound = float(trace.loss[k]) - eta * square + L / 2 * eta**2 * square
+            assert slack == pytest.approx(bound - float(trace.loss[k + 1]), rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("epsilon", [2.0, 1.0])
@@ -272,6 +299,24 @@ def test_hitting_times_of_every_epsilon():
     runs = [check_run(epsilon)[0] for epsilon in convergence.TARGETS]
     steps = [r["steps"] for r in runs]
     assert steps == sorted(steps)
+    assert min(r["smooth_slack"] for r in runs) == pytest.approx(437, abs=1)
+    assert min(r["pl_slack"] for r in runs) == pytest.approx(68, abs=0.5)
+    assert min(r["ratio_min"] for r in runs) == pytest.approx(1.5e6, rel=0.03)
+    assert max(max(r["drift_ratio"]) for r in runs) == pytest.approx(0.106, abs=0.001)
+    assert runs[-1]["sigma_max"] == pytest.approx(0.996, abs=0.001)
+
+
+def test_first_step_outside_the_certified_tube():
+    lengths = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=F64)
+    assert convergence.first_outside(lengths, 1.5) == 2
+    assert convergence.first_outside(lengths, 2.0) == 3          # its border belongs to the tube
+    assert convergence.first_outside(lengths, 3.0) is None
+
+
+def test_normalised_loss_and_sigma_by_hand():
+    loss, sigma = convergence.normalised(3.0, 0.2, 2.0, 4)
+    assert loss == pytest.approx(2.0)
+    assert sigma == pytest.approx(0.2 / math.sqrt(1.5))
 
 
 def test_local_checks_by_hand():
@@ -319,3 +364,22 @@ def test_measured_quantities_of_a_step(problem, theta):
     square = float(g[0] @ g[0])
     assert taylor(3.0) == pytest.approx(
         seen[0].loss - 0.05 * square + 1.5 * 0.05**2 * square - seen[1].loss, abs=1e-12)
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+def test_gradient_variation_inside_a_step(problem, theta, fraction):
+    """|grad L(z(s)) - grad L(z)| / |z(s) - z| at z(s) = z - s eta grad L(z), by hand."""
+    seen, eta = [], 0.05
+    model.pbgd(problem, GAMMA, theta, eta, 0, watch=seen.append)
+    start = seen[0].gradient
+    omega = -fraction * eta * start.omega
+    there = Theta(theta.W_ov - fraction * eta * start.W_ov,
+                  theta.W_kq - fraction * eta * start.W_kq)
+    end = model.penalty_gradient(torch.softmax(omega, 0), there, problem, GAMMA)[1]
+    change = (model.flat(end) - model.flat(start)).norm()
+    distance = fraction * eta * model.flat(start).norm()
+    quotients = [convergence.smoothness_quotients(seen[0], problem, GAMMA, eta, fractions)[0]
+                 for fractions in ((fraction,), (fraction, 1.0), (1.0,))]
+    assert quotients[0] == pytest.approx(float(change / distance), rel=1e-9)
+    assert quotients[1] == max(quotients[0], quotients[2])      # the largest of its fractions
+    assert quotients[0] != pytest.approx(quotients[2], rel=1e-4)

@@ -74,3 +74,26 @@ def test_coverage_over_training():
     assert float(bds[-1, 1]) < 1                                # never at finite omega
     assert float(bds[-1, 2]) < 0.002
     assert float(mixing[-1, 2]) > 100 * float(bds[-1, 2])
+
+
+@pytest.mark.parametrize("exponent", [-2.0, -0.5])
+def test_decay_exponent_of_a_power_law(exponent):
+    k = torch.arange(401, dtype=F64)
+    rows = torch.stack([k, 1 - 0.3 * k**exponent], 1)
+    assert coverage.decay_exponent(rows) == pytest.approx(exponent, abs=1e-9)
+
+
+def test_reported_coverage():
+    numbers, curves = coverage.measure()
+    assert numbers["slope"] == pytest.approx(-1.1275, abs=0.002)
+    bds = curves["bds"]                                         # by a line fitted to the tail
+    log_k, log_rest = bds[1000:, 0].log(), (1 - bds[1000:, 1]).log()
+    fitted = torch.linalg.lstsq(torch.stack([log_k, torch.ones_like(log_k)], 1),
+                                log_rest[:, None]).solution[0]
+    assert numbers["slope"] == pytest.approx(float(fitted), abs=0.05)
+    assert numbers["bds"] == pytest.approx(0.99999, abs=5e-6)
+    assert numbers["bds_val"] == pytest.approx(0.0005, abs=5e-5)
+    assert numbers["mixing"] == numbers["share"] == pytest.approx(4 / 7)
+    assert numbers["mixing_val"] == pytest.approx(0.22, abs=0.005)
+    assert numbers["enumerated_min"] == 1 and len(curves["on_useful"]) == 3
+    assert numbers["all_useful"] == 2

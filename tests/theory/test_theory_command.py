@@ -17,7 +17,7 @@ ROOT = Path(theory.__file__).parents[1]
 def command(*args, cwd=ROOT):
     return subprocess.run([sys.executable, "-m", "theory", *map(str, args)], cwd=cwd,
                           env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, timeout=120)
+                          capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("args", [["convergance"], ["weights", "--fig"], ["weights", "extra"]])
