@@ -57,10 +57,7 @@ def coverage_runs(steps=4000, gamma=4.0, eta=1.0, alpha=4.0):
 
 
 def enumerated_weight():
-    """The weight on U of every support that solves BDS on the 27 policies; U (N,) -> (U, (S,)).
-
-    S of the 2^N - 1 supports solve it.
-    """
+    """U of the 27 policies, mask (N,), and the weight on U of every support that solves BDS."""
     _, val, losses = separable_class()
     useful = useful_set(val, losses)
     solutions = supports(losses.shape[1])[bds_solutions(val, losses).any(1)]

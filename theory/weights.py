@@ -114,8 +114,8 @@ def measure():
     tau = torch.logspace(-1, 2, 100, dtype=F64)
     curves = {"losses": losses, "lambda": lam, "equal": equal, "unequal": unequal,
               "averaged": proportionality(equal, response_weights(-losses / 3)),
-              "merit": merit, "tau": tau, "u": torch.stack([lse_merit(losses, float(t))
-                                                            for t in tau]),
+              "merit": merit, "tau": tau,
+              "u": torch.stack([lse_merit(losses, float(t)) for t in tau]),
               "sup_min_error": float((sup_min(finite) - finite.amin(1)).abs().max()),
               "inf_lse_error": float((inf_lse(finite, 1.0) + lse_merit(finite)).abs().max()),
               "hessian": hessian, "eigenvalues": eigenvalues}
