@@ -32,7 +32,7 @@ from pathlib import Path
 import toy
 import utils
 from eval import read_result, table
-from runs import (
+from paper.running import (
     cell,
     line_figure,
     mean_std,

@@ -12,12 +12,11 @@ import pytest
 from conftest import make_rows, read_rows, write_rows
 
 import eval as evaluation
-import experiments
-import reproduce
-import runs
 import train_offline
 import train_online
 import utils
+from paper import experiments, reproduce
+from paper import running as runs
 
 TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
 
@@ -85,7 +84,8 @@ TARGETS = [("reproduce", target, scale) for target in ("table1", "table3", "tabl
 @pytest.mark.parametrize(("script", "target", "scale"), TARGETS)
 def test_every_planned_command_parses(script, target, scale, here, capsys):
     """Also those of the paper's scale, which no test can run."""
-    importlib.import_module(script).main([target, "--scale", scale, "--list", "--seeds", "1"])
+    importlib.import_module(f"paper.{script}").main(
+        [target, "--scale", scale, "--list", "--seeds", "1"])
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
     assert len(lines) == len(set(lines)) > 2
     outs = []

@@ -15,7 +15,7 @@ import compare
 import toy
 import utils
 from eval import ranking_metrics, read_result, table
-from reproduce import (
+from paper.reproduce import (
     METHODS,
     OFF,
     ON,
@@ -35,7 +35,7 @@ from reproduce import (
     with_base,
     words_of,
 )
-from runs import panels_figure, prefer_unmasked, run_all, seconds_of, slug, verdict
+from paper.running import panels_figure, prefer_unmasked, run_all, seconds_of, slug, verdict
 from utils import UserError
 
 # --- known bad rows: which ranking finds them -----------------------------------------------------
