@@ -1,3 +1,3 @@
 """Names that bench.py reads here."""
 
-from paper.running import cpu_name, save_results  # noqa: F401
+from paper.results import cpu_name, save_results  # noqa: F401
