@@ -10,7 +10,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 .PHONY: demo test test-all lint reproduce clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python reproduce.py demo
+	$(BIN)/python -m paper demo
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
@@ -22,8 +22,8 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 
 reproduce: $(VENV)/.ready
-	$(BIN)/python reproduce.py table1
-	$(BIN)/python reproduce.py ranking
+	$(BIN)/python -m paper table1
+	$(BIN)/python -m paper ranking
 
 # The stamp is touched last: an interrupted install is done again. Without ensurepip (a Debian
 # python without python3-venv) the outer pip fills the environment.

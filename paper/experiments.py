@@ -1,11 +1,6 @@
-"""Questions that the paper's tables leave open, one command each.
+"""Questions that the paper's tables leave open, one function each.
 
-    python experiments.py selectors     # known bad rows: which ranking finds them, in what time?
-    python experiments.py curated       # is the curated set worth it?
-    python experiments.py ablations     # what matters and what does not (toy)
-    python experiments.py controls      # what must come out as nothing (toy)
-
-Scales, seeds and folders are reproduce.py's, whose finished runs are used again.
+Scales, seeds and folders are those of the tables, whose finished runs are used again.
 """
 
 import shlex
@@ -15,27 +10,31 @@ import compare
 import toy
 import utils
 from eval import ranking_metrics, read_result, table
-from reproduce import (
+from paper.figures import panels_figure
+from paper.plans import (
     METHODS,
     OFF,
     ON,
-    RANKS,
     SHORT_DYNAMIC,
-    UPPER,
     budget_of,
     chosen,
-    claims_of,
     execute,
-    parse_args,
-    present,
-    results_of,
     setting,
-    store,
-    summarise,
-    with_base,
     words_of,
+    write_toy_rows,
 )
-from runs import panels_figure, prefer_unmasked, run_all, seconds_of, slug, verdict
+from paper.results import RANKS, UPPER, store
+from paper.running import run_all, seconds_of, slug
+from paper.statistics import (
+    claims_of,
+    measured,
+    prefer_unmasked,
+    print_claims,
+    results_of,
+    seed_verdict,
+    summary_rows,
+    with_base,
+)
 from utils import UserError
 
 # --- known bad rows: which ranking finds them -----------------------------------------------------
@@ -45,12 +44,12 @@ ADAM = "--omega-optimizer adam --omega-lr 1e-4"
 CORRECTED = f"{OFF} --correction 0.7"
 
 
-def selectors(args):
+def compare_selectors(args):
     """AUROC, precision and recall of every selector on a lower set with known bad rows."""
     runs = {"BDS": OFF, "BDS corrected": CORRECTED, "BDS, published rate": f"{OFF} {ADAM}"}
     runs = {name: runs[name] for name in runs
             if name in ("BDS", "BDS corrected", *chosen(args, runs))}
-    found = execute(args, runs, Path("runs") / args.name, also_score=BASELINES)
+    files_of = execute(args, runs, Path("runs") / args.name, also_rank=BASELINES)
     if args.list:
         return
     rows = {}
@@ -62,23 +61,23 @@ def selectors(args):
         rows[title] = [{key.removeprefix(f"{score}/"): value
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
-                       for file in found.get(run, ())]
+                       for file in files_of.get(run, ())]
     rows = {title: values for title, values in rows.items() if values}
     if "auroc" not in rows["omega"][0]:
         raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
     for method in BASELINES:
         rows[method] = [ranking_scores(file) | {"seconds": seconds_of(file)}
-                        for file in found[method]]
+                        for file in files_of[method]]
     keys = sorted({key for runs in rows.values() for run in runs for key in run} - {"seconds"},
                   key=lambda key: (key.count("/"), key))
     columns = {key: key for key in keys} | {"seconds": "seconds"}
     print("\nAUROC, precision when as many rows are flagged as are bad, recall by kind of fault")
-    print(table(["selector", *columns], summarise(rows, columns)))
+    print(table(["selector", *columns], summary_rows(rows, columns)))
     claims = [[f"{name} misranks fewer pairs than the base model's own loss",
-               *verdict([1 - run["auroc"] for run in rows[name]],
-                        [1 - run["auroc"] for run in rows["loss"]])]
+               *seed_verdict([1 - run["auroc"] for run in rows[name]],
+                             [1 - run["auroc"] for run in rows["loss"]])]
               for name in ("omega", "omega, corrected", "corrected loss", "LESS", "IFD")]
-    print(table(["claim", "here", "difference in 1 - AUROC"], claims))
+    print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
         key.removeprefix("auroc/").replace("auroc", "all"): {
@@ -99,7 +98,7 @@ def ranking_scores(file):
 
 # --- is the curated set worth it? -----------------------------------------------------------------
 
-def without(words, *flags):
+def without_flags(words, *flags):
     """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
     kept, skip = [], False
     for word in words:
@@ -109,81 +108,95 @@ def without(words, *flags):
     return kept
 
 
-def curated(args):
+def curated_table(args):
     """A fresh base on the raw set, a random k, the top k, the top k with the recommended rewrites.
 
     All read as many tokens as three passes over the raw set. The online run's R covers what is not
     kept, so that every dropped question may come back with a new answer.
     """
-    if not 0 < args.keep_fraction < 1:
-        raise UserError(f"--keep-fraction {args.keep_fraction}: must lie between 0 and 1")
-    scale, folder, share = setting(args), Path("runs") / args.name, args.keep_fraction
-    online = f"online R={1 - share:.0%}, exported"
-    plain = "mixing rho=1"  # is plain fine-tuning on the raw set
-    found = execute(args, {plain: METHODS[plain], "BDS": OFF, online: (
+    share = args.keep_fraction
+    if not 0 < share < 1:
+        raise UserError(f"--keep-fraction {share}: must lie between 0 and 1")
+    online, raw = f"online R={1 - share:.0%}, exported", "mixing rho=1"  # is plain fine-tuning
+    files_of = execute(args, {raw: METHODS[raw], "BDS": OFF, online: (
         f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share} "
-        "--export-format prompt-completion")}, folder, also_score=("random",))
+        "--export-format prompt-completion")}, Path("runs") / args.name, also_rank=("random",))
     if args.list:
         return
-    plan, files = {}, {"raw set": found[plain]}
+    plan, files = {}, {"raw set": files_of[raw]}
     for seed in range(args.seeds):
-        raw = other = words_of(scale["data"], scale["train"])
-        if args.scale == "toy":
-            paths = toy.write(folder / "rows" / f"seed-{seed}", seed=seed)
-            other = ["--model", str(toy.MODEL), "--upper-heldout", str(paths["heldout"]),
-                     "--lower-heldout", str(paths["lower_heldout"]),
-                     *words_of("--max-length 128 --lr 1e-3 --micro-batch 32")]
-            raw = [*other, "--lower", str(paths["lower"])]
-        bds, refined = found["BDS"][seed].parent, found[online][seed].parent
-        kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"
-                for name in ("random", "bds", "online")}
-        for name, source in (("random", found["random"][seed]), ("bds", bds), ("online", refined)):
-            compare.keep(source, share, kept[name])
-        rewritten = without(other, "--lower", "--lower-limit", "--lower-columns", "--lower-split")
-        budget = budget_of(found[plain][seed].parent)
-        for name, flags in (
-                ("random k", [*raw, "--keep", str(kept["random"])]),
-                ("top k by BDS", [*raw, "--keep", str(kept["bds"])]),
-                ("top k by the online run", [*raw, "--keep", str(kept["online"])]),
-                ("... with its rewrites",
-                 [*rewritten, "--lower", str(refined / "curated.prompt-completion.jsonl")])):
-            out = folder / "curated" / slug(name) / f"seed-{seed}"
-            plan[out / "result.json"] = shlex.join(
-                [OFF, "--method", "sft", *flags, "--token-budget", str(budget), "--seed", str(seed),
-                 "--out", str(out)])
-            files.setdefault(name, []).append(out / "result.json")
+        for name, (file, command) in curated_runs(
+                args, seed, *(files_of[name][seed] for name in (raw, "random", "BDS", online))
+                ).items():
+            plan[file] = command
+            files.setdefault(name, []).append(file)
     run_all(plan, args.workers)
     results = results_of(files)
+    add_bad_shares(args, results, files, files_of[online])
+    columns = measured({"upper_heldout": "held-out upper", "upper_exact": "exact answers",
+                        "lower_heldout": "lower, clean", "rows": "rows", "bad_share": "bad rows"},
+                       results)
+    print("\na fresh base fine-tuned on each set, equal tokens")
+    print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
+    claims = claims_of([
+        ("the top k are better than the raw set", "top k by BDS", "raw set", UPPER),
+        ("the top k are better than a random k", "top k by BDS", "random k", UPPER),
+        ("rewrites add to the top k", "... with its rewrites", "top k by the online run", UPPER)],
+        results)
+    print_claims(claims, "loss")
+    store(args, results, columns, claims=claims)
+
+
+def curated_runs(args, seed, raw_run, random, bds, online):
+    """{name: (result file, command)} of one seed, beside the raw set's.
+
+    raw_run, bds, online: result files of finished runs; random: a ranking.
+    """
+    scale, folder = setting(args), Path("runs") / args.name
+    raw = other = words_of(scale["data"], scale["train"])
+    if args.scale == "toy":  # a fresh base reads files: a run's own toy has all of its rows
+        rows = folder / "rows" / "default" / f"seed-{seed}"
+        write_toy_rows(rows, seed, "")
+        other = ["--preset", "toy", "--upper-heldout", str(rows / "heldout.jsonl"),
+                 "--lower-heldout", str(rows / "lower_heldout.jsonl"), *other]
+        raw = ["--lower", str(rows / "lower.jsonl"), *other]
+    rewritten = [*without_flags(other, "--lower", "--lower-limit", "--lower-columns"), "--lower",
+                 str(online.parent / "curated.prompt-completion.jsonl")]
+    kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"
+            for name in ("random", "bds", "online")}
+    for name, source in (("random", random), ("bds", bds.parent), ("online", online.parent)):
+        compare.keep(source, args.keep_fraction, kept[name])
+    budget, runs = budget_of(raw_run.parent), {}
+    for name, flags in (("random k", [*raw, "--keep", str(kept["random"])]),
+                        ("top k by BDS", [*raw, "--keep", str(kept["bds"])]),
+                        ("top k by the online run", [*raw, "--keep", str(kept["online"])]),
+                        ("... with its rewrites", rewritten)):
+        out = folder / "curated" / slug(name) / f"seed-{seed}"
+        runs[name] = out / "result.json", shlex.join(
+            [OFF, "--method", "sft", *flags, "--token-budget", str(budget), "--seed", str(seed),
+             "--out", str(out)])
+    return runs
+
+
+def add_bad_shares(args, results, files, online):
+    """Put `bad_share` into the results where the truth is known; online: the exported runs."""
     for name in ("raw set", "random k", "top k by BDS", "top k by the online run"):
         for run, file in zip(results[name], files[name], strict=True):
             rows = utils.read_jsonl(file.with_name("weights.jsonl"))
             if "bad" in rows[0]:
                 run["bad_share"] = sum(row["bad"] for row in rows) / len(rows)
     if args.scale == "toy":
-        for run, file in zip(results["... with its rewrites"], found[online], strict=True):
+        for run, file in zip(results["... with its rewrites"], online, strict=True):
             rows = utils.read_jsonl(file.with_name("curated.prompt-completion.jsonl"))
             run["bad_share"] = sum(toy.kind_of(row["prompt"], row["completion"]) != "clean"
                                    for row in rows) / len(rows)
-    columns = present({"upper_heldout": "held-out upper", "upper_exact": "exact answers",
-                       "lower_heldout": "lower, clean", "rows": "rows", "bad_share": "bad rows"},
-                      results)
-    print("\na fresh base fine-tuned on each set, equal tokens")
-    print(table(["trained on", *columns.values()], summarise(with_base(results), columns)))
-    claims = claims_of([
-        ("the top k are better than the raw set", "top k by BDS", "raw set", UPPER),
-        ("the top k are better than a random k", "top k by BDS", "random k", UPPER),
-        ("rewrites add to the top k", "... with its rewrites", "top k by the online run", UPPER)],
-        results)
-    print(table(["claim", "here", "difference in loss"], claims))
-    store(args, results, columns, claims=claims)
 
 
 # --- ablations of the toy -------------------------------------------------------------------------
 
 ON40, ON20 = f"{ON} --ratio-masked 0.4", f"{ON} --ratio-masked 0.2 --num-answers 4"
 LATE = f"{ON40} --mask dynamic --first-refresh 150 --center"
-EVEN = "--toy-noise 0.6 --toy-contrary 0.6666667"
-ABLATIONS = {  # question: {label: method or (name, command)}
+ABLATIONS = {  # question: {label: method, (name, command) or (name, command, toy rows)}
     "omega's optimiser": {
         "frozen": "mixing, rho schedule",
         "Adam 1e-4 (published)": ("BDS, published rate", f"{OFF} {ADAM}"),
@@ -195,11 +208,10 @@ ABLATIONS = {  # question: {label: method or (name, command)}
     "omega's loss": {
         "at theta^{k+1}": "BDS", "at theta^k": ("omega at theta^k", f"{OFF} --omega-loss current"),
         "centred": ("omega centred", f"{OFF} --center"),
-        "without gamma": ("omega without gamma", f"{OFF} --no-omega-gamma"),
         "corrected": ("BDS corrected", CORRECTED)},
     "ratio (R = 20 %, G = 4)": {
         name: (f"ratio {name}", f"{ON20} --ratio {name}")
-        for name in ("sequence", "token-mean", "lambda", "none")},
+        for name in ("sequence", "lambda")},
     "share of masked rows R": {
         "0": "BDS", "5 %": "online R=5% G=1", "10 %": "online R=10% G=1",
         "20 %": "online R=20% G=1", "40 %": ("online R=40%", ON40)},
@@ -216,57 +228,52 @@ ABLATIONS = {  # question: {label: method or (name, command)}
     "mask (R = 40 %)": {
         "static": ("online R=40%", ON40),
         "dynamic": ("dynamic R=40%", f"{ON40} --mask dynamic{SHORT_DYNAMIC}"),
-        "dynamic, sticky": ("sticky R=40%", f"{ON40} --mask dynamic --sticky-mask{SHORT_DYNAMIC}"),
-        "dynamic from step 150": ("dynamic late R=40%", LATE),
-        "dynamic from step 150, dropped": ("dynamic late drop R=40%", f"{LATE} --masked drop"),
+        "dynamic from 150": ("dynamic late R=40%", LATE),
+        "dynamic from 150, dropped": ("dynamic late drop R=40%", f"{LATE} --masked drop"),
         "dynamic, dropped": ("dynamic drop R=40%",
                              f"{ON40} --mask dynamic --masked drop{SHORT_DYNAMIC}")},
-    "answers ahead": {
-        "those read next": ("online R=40%", ON40),
-        "all": ("generate all", f"{ON40} --generate all")},
     **{level: {
         method: method if share == 0.4 else (  # the toy as it is
-            f"{level}: {method}", f"{METHODS[method]} --toy-noise {share}")
+            f"{level}: {method}", METHODS[method], f"--noise {share}")
         for method in ("BDS", "mixing rho=0.5", "online R=10% G=1", "control: drop")}
        for level, share in {"no bad rows": 0, "20 % bad": 0.2, "40 % bad": 0.4, "60 % bad": 0.6,
                             "80 % bad": 0.8}.items()},
 }
 # New answers against leaving the same rows out: does generation do more?
 AGAINST_DROP = (("generate", "drop"), ("dynamic", "dynamic, dropped"),
-                ("dynamic from step 150", "dynamic from step 150, dropped"),
+                ("dynamic from 150", "dynamic from 150, dropped"),
                 ("online R=10% G=1", "control: drop"))
 MEASURES = {"upper_heldout": "held-out upper", "lower_heldout": "lower, clean",
             "weight/auroc/contrary": "AUROC contrary", "omega/ess_share": "ess share",
             "answers_generated": "answers", "right": "answers right, mean over kinds"}
 
 
-def ablations(args):
+def ablation_table(args):
     """One change at a time, on the toy; a figure and a table for each question."""
     if args.scale != "toy":
         raise UserError("ablations: of the toy only; --list shows the flags to try elsewhere")
-    named = {question: {label: (entry if isinstance(entry, tuple) else (entry, METHODS[entry]))
-                        for label, entry in ABLATIONS[question].items()}
-             for question in chosen(args, ABLATIONS)}
-    methods = {name: command for values in named.values() for name, command in values.values()}
-    found = execute(args, methods, Path("runs") / args.name)
+    entries = {question: {label: entry if isinstance(entry, tuple) else (entry, METHODS[entry])
+                          for label, entry in ABLATIONS[question].items()}
+               for question in chosen(args, ABLATIONS)}
+    every = [entry for labels in entries.values() for entry in labels.values()]
+    files_of = execute(args, {name: command for name, command, *_ in every},
+                       Path("runs") / args.name,
+                       toy_rows={name: rows[0] for name, _, *rows in every if rows})
     if args.list:
         return
     results, claims = {}, []
-    for question, values in named.items():
-        rows = {}
-        for label, (name, _) in values.items():
-            rows[label] = [prefer_unmasked(read_result(file.parent)) | last_metrics(file)
-                           for file in found[name]]
+    for question, labels in entries.items():
+        rows = {label: [prefer_unmasked(read_result(file.parent)) | last_metrics(file)
+                        for file in files_of[name]] for label, (name, *_) in labels.items()}
         results[question] = rows
-        columns = present(MEASURES, rows)
-        print("\n" + table([question, *columns.values()], summarise(rows, columns)))
+        columns = measured(MEASURES, rows)
+        print("\n" + table([question, *columns.values()], summary_rows(rows, columns)))
         first, *others = rows
         pairs = [(label, first) for label in others] + [
             pair for pair in AGAINST_DROP if first not in pair and set(pair) <= set(rows)]
-        claims += [[f"{question}: {label} below {than}", *verdict(
-            [run["upper_heldout"] for run in rows[label]],
-            [run["upper_heldout"] for run in rows[than]])] for label, than in pairs]
-    print("\n" + table(["upper loss", "here", "difference in loss"], claims))
+        claims += claims_of([(f"{question}: {label} below {than}", label, than, UPPER)
+                             for label, than in pairs], rows)
+    print_claims(claims, "loss")
     panels_figure(Path("results") / f"{args.name}_ablations.png", "held-out upper loss", {
         question: {label: [run["upper_heldout"] for run in runs] for label, runs in rows.items()}
         for question, rows in results.items()})
@@ -294,8 +301,20 @@ def last_metrics(file):
     return found | ({"right": sum(right) / len(right)} if right else {})
 
 
-def controls(args):
-    """Null controls of the toy: permuted labels, no bad rows, an upper set about something else.
+# --- null controls of the toy ---------------------------------------------------------------------
+
+EVEN = "--noise 0.6 --contrary 0.6666667"  # both conventions as frequent
+CONTROLS = {  # name: (command, toy rows)
+    "as it is: BDS": (OFF, ""), "as it is: BDS corrected": (CORRECTED, ""),
+    "no bad rows: rho schedule": (METHODS["mixing, rho schedule"], "--noise 0"),
+    "no bad rows: BDS": (OFF, "--noise 0"),
+    "unrelated upper: BDS": (OFF, "--upper unrelated"),
+    "even conventions: BDS": (OFF, EVEN),
+    "even, unrelated upper: BDS": (OFF, f"{EVEN} --upper unrelated")}
+
+
+def null_controls(args):
+    """What must come out as nothing: permuted labels, no bad rows, an upper set of other tasks.
 
     By default clean rows outnumber contrary ones three to one, and any training on the lower set
     learns the majority's convention; the pair with even conventions shows what the trusted set
@@ -303,26 +322,20 @@ def controls(args):
     """
     if args.scale != "toy":
         raise UserError("controls: of the toy only")
-    folder, frozen = Path("runs") / args.name, METHODS["mixing, rho schedule"]
-    methods = {"as it is: BDS": OFF, "as it is: BDS corrected": CORRECTED,
-               "no bad rows: rho schedule": f"{frozen} --toy-noise 0",
-               "no bad rows: BDS": f"{OFF} --toy-noise 0",
-               "unrelated upper: BDS": f"{OFF} --toy-upper unrelated",
-               "even conventions: BDS": f"{OFF} {EVEN}",
-               "even, unrelated upper: BDS": f"{OFF} {EVEN} --toy-upper unrelated"}
-    shared = {"as it is: BDS": "BDS", "as it is: BDS corrected": "BDS corrected"}
-    found = execute(args, {shared.get(name, name): command for name, command in methods.items()},
-                    folder)
+    run_of = {name: name.removeprefix("as it is: ") for name in CONTROLS}  # these have other runs
+    files_of = execute(args, {run_of[name]: command for name, (command, _) in CONTROLS.items()},
+                       Path("runs") / args.name,
+                       toy_rows={run_of[name]: rows for name, (_, rows) in CONTROLS.items()})
     if args.list:
         return
-    results = results_of({name: found[shared.get(name, name)] for name in methods})
-    for name in list(shared):
-        results[name.replace("as it is", "labels permuted")] = [
-            permuted_labels(file.parent, seed) for seed, file in enumerate(found[shared[name]])]
-    keys = {"upper_heldout": "held-out upper"} | {
+    results = results_of({name: files_of[run_of[name]] for name in CONTROLS})
+    for name in ("BDS", "BDS corrected"):
+        results[f"labels permuted: {name}"] = [
+            permuted_labels(file.parent, seed) for seed, file in enumerate(files_of[name])]
+    columns = {"upper_heldout": "held-out upper"} | {
         key: heading for key, heading in RANKS.items() if "length" not in key}
-    print(table(["control", *keys.values()], summarise(results, keys)))
-    store(args, results, keys)
+    print(table(["control", *columns.values()], summary_rows(results, columns)))
+    store(args, results, columns)
 
 
 def permuted_labels(folder, seed):
@@ -335,16 +348,3 @@ def permuted_labels(folder, seed):
                               torch.tensor([rows[i]["bad"] for i in order]),
                               [rows[i]["kind"] for i in order])
     return {f"weight/{key}": value for key, value in metrics.items()}
-
-
-TARGETS = {"selectors": selectors, "curated": curated, "ablations": ablations,
-           "controls": controls}
-
-
-def main(argv=None):
-    args = parse_args(argv, TARGETS, "experiments.py", "Questions beside the paper's tables.")
-    TARGETS[args.target](args)
-
-
-if __name__ == "__main__":
-    utils.run(main)

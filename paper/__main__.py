@@ -1,0 +1,90 @@
+"""The paper's tables and the questions around them, one command each.
+
+    python -m paper demo             # what `make demo` runs: one seed of the toy
+    python -m paper table1           # quality: losses of every method
+    python -m paper table3           # safety, guided by trusted rows
+    python -m paper table3-dpo       # safety, guided by preference pairs
+    python -m paper ranking          # figure: what the top 10 % are, by epoch
+    python -m paper qa               # zero-shot questions to the runs of table1
+    python -m paper winrate          # their answers against the base model's
+    python -m paper examples         # their answers side by side
+    python -m paper selectors        # known bad rows: which ranking finds them, in what time?
+    python -m paper curated          # is the curated set worth it?
+    python -m paper ablations        # what matters and what does not (toy)
+    python -m paper controls         # what must come out as nothing (toy)
+    python -m paper readme           # the stored results into README.md and docs/
+    python -m paper table1 --scale paper --list      # only print the training commands
+"""
+
+import argparse
+import os
+import shlex
+
+import utils
+from paper import experiments, rendering, reproduce
+from paper.plans import SCALES
+from utils import UserError
+
+TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
+           "table3": reproduce.losses_table, "table3-dpo": reproduce.losses_table,
+           "ranking": reproduce.ranking_figure, "qa": reproduce.zero_shot,
+           "winrate": reproduce.win_rates, "examples": reproduce.example_answers,
+           "selectors": experiments.compare_selectors, "curated": experiments.curated_table,
+           "ablations": experiments.ablation_table, "controls": experiments.null_controls,
+           "readme": rendering.render}
+OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
+       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",)}  # flag: its targets
+ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m paper",
+                                     description="The paper's tables, one command each.")
+    parser.add_argument("target", choices=TARGETS)
+    add = parser.add_argument
+    add("--scale", choices=SCALES, default="toy")
+    add("--seeds", type=int, help="default: demo 1, else 4")
+    add("--name", help="of the folder under runs/ and of the files under results/ (the scale)")
+    add("--data", help="arguments of every command: --model, --lower, --upper ...")
+    add("--train", help="arguments of both training scripts")
+    add("--online", help="arguments of train_online.py")
+    add("--select", help="arguments of `python -m baselines`")
+    add("--only", help="only these methods or questions, separated by '; '")
+    add("--workers", type=int, help="runs at a time (default: the number of cores; paper: 1)")
+    add("--list", action="store_true", help="print the commands, run nothing")
+    add("--qa", help="qa: arguments of `eval.py qa`, such as '--tasks piqa --limit 100'")
+    add("--prompts", help="winrate, examples: file with instructions (toy: its own puzzles)")
+    add("--judge", help="winrate: arguments of its judge, such as '--local MODEL'")
+    add("--tokens", type=int, default=256, help="winrate, examples: new tokens an answer")
+    add("--keep-fraction", type=float, default=0.7, help="curated: k over N")
+    args = parser.parse_args(argv)
+    given = [name for name in ("data", "train", "online", "select", "only", *OWN)
+             if getattr(args, name) != parser.get_default(name)]
+    for name in given:
+        if args.target not in OWN.get(name, TARGETS):
+            raise UserError(f"--{name.replace('_', '-')}: {args.target} does not read it; "
+                            f"{' and '.join(OWN[name])} would")
+    if args.only is not None and args.target in ALL_RUNS:
+        raise UserError(f"{args.target}: --only has nothing to choose from here")
+    args.seeds = args.seeds if args.seeds is not None else 1 if args.target == "demo" else 4
+    args.name = args.name or ("demo" if args.target == "demo" else args.scale)
+    if args.workers is None:  # a GPU holds one 8B model
+        args.workers = 1 if args.scale == "paper" else os.cpu_count()
+    if args.workers < 1 or args.seeds < 1:
+        raise UserError("--workers and --seeds must be 1 or more")
+    # As it is stored beside the results.
+    args.command = shlex.join([
+        *["python", "-m", "paper"], args.target, "--scale", args.scale, "--seeds", str(args.seeds),
+        *(word for name in given
+          for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))),
+        *(["--name", args.name] if args.name != args.scale else [])])
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    TARGETS[args.target](args)
+
+
+if __name__ == "__main__":
+    utils.run(main)

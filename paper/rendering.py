@@ -1,0 +1,148 @@
+"""Stored results as Markdown, between markers in README.md and docs/*.md.
+
+    <!-- begin toy_table1 upper_heldout "lower_heldout=clean rows" published claims -->
+    <!-- end toy_table1 -->
+
+The first word is a file of results/ without its .json, or `claims`: all claims at a glance. Behind
+it, in any order, words as a shell splits them:
+
+    KEY, "KEY=HEADING"   a column, in this order, under another heading; without one: all columns
+    "only=A; B"          the rows, and claims, that begin with A or with B
+    published            the paper's figures as further columns
+    claims               what is claimed about these results, and on how many seeds it was seen
+
+The line that says what a result was made by is always there. A table has at most five columns,
+the first included, and rows of at most 100 characters.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import utils
+from paper.results import LOSSES, RANKS, read_stored
+from paper.statistics import CLAIM_COLUMNS, by_chance, summary_rows
+from utils import UserError
+
+MOST_COLUMNS, MOST_CHARACTERS = 5, 100
+# Claims at a glance: the table, where its figures are stored for the toy and for text.
+GLANCE = (("Table 1", "toy_table1", "planted_table1"), ("Table 3", "toy_table3", "redorca_table3"),
+          ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", "planted_ranking"),
+          ("curated set", "toy_curated", "planted_default_curated"))
+MARKED = re.compile(r"<!-- begin (?P<words>(?P<name>\S+).*?) -->\n(?P<body>.*?)"
+                    r"<!-- end (?P=name) -->", re.DOTALL)
+
+
+def render(args):
+    """Put the stored results between their markers in README.md and docs/*.md."""
+    for path in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
+        if path.exists():
+            utils.write_atomic(path, filled(path.read_text(), path))
+            print(f"{path}: rendered")
+
+
+def filled(text, path):
+    """The text of the file `path` with the stored results between its markers."""
+    def between(match):
+        place = f"{path}: <!-- begin {match['words']} -->"
+        if "<!-- begin " in match["body"]:
+            raise UserError(f"{place}: its <!-- end {match['name']} --> is missing")
+        try:
+            name, *words = shlex.split(match["words"])
+        except ValueError as error:
+            raise UserError(f"{place}: not words of a command line ({error})") from None
+        if name == "claims":
+            body = claims_at_a_glance(place)
+        else:
+            body = rendered(read_stored(name, path), words, place)
+        return f"<!-- begin {match['words']} -->\n{body}\n<!-- end {name} -->"
+
+    if unclosed := re.search(r"<!-- begin (\S+)[^\n]*", MARKED.sub("", text)):
+        raise UserError(f"{path}: {unclosed[0]}: its <!-- end {unclosed[1]} --> is missing")
+    return MARKED.sub(between, text)
+
+
+def markdown_lines(header, rows, place):
+    """The lines of a Markdown table; `UserError`, naming the place, when a row is too long."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in [header, *rows]]
+    for line in lines:
+        if len(line) > MOST_CHARACTERS:
+            raise UserError(f"{place}: a row of {len(line)} characters, {MOST_CHARACTERS} fit; "
+                            f"leave out columns or shorten headings: {line}")
+    return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
+
+
+def claims_at_a_glance(place):
+    """One line a claim: on how many seeds it was seen, on the toy and on real text."""
+    rows, verdicts = [], []
+    for table, *files in GLANCE:
+        seen = [{claim: (seeds, difference) for claim, seeds, difference, _ in
+                 (read_stored(name, place)["claims"] if name else ())} for name in files]
+        verdicts += [seeds for column in seen for seeds, _ in column.values()]
+        rows += [[table, claim, *("{} ({})".format(*column[claim]) if claim in column else ""
+                                  for column in seen)] for claim in seen[0] | seen[1]]
+    return "\n".join([*markdown_lines(["", "claim", "toy: seeds", "text: seeds"], rows, place), "",
+                      by_chance(verdicts)])
+
+
+def rendered(result, words, place):
+    """A stored result as Markdown: the columns asked for, its claims, what it was made by."""
+    keys, starts, options = [], ("",), set()
+    for word in words:
+        if word in ("published", "claims"):
+            options.add(word)
+        elif word.startswith("only="):
+            starts = tuple(word.removeprefix("only=").split("; "))
+        else:
+            keys.append(word)
+    if not isinstance(result.get("columns"), dict):
+        raise UserError(f"{place}: its results are no table of runs")
+    results = {name: runs for name, runs in result["results"].items() if name.startswith(starts)}
+    header, rows = table_of(results, columns_of(result, keys, place), place)
+    if "published" in options:
+        published = result.get("published")
+        if not published:
+            raise UserError(f"{place}: no published figures are stored with these results")
+        header += published["heading"]
+        rows = [row + published.get(row[0], ["-"] * len(published["heading"])) for row in rows]
+    if len(header) > MOST_COLUMNS:
+        raise UserError(f"{place}: {len(header)} columns, {MOST_COLUMNS} fit; name those wanted: "
+                        + "; ".join(result["columns"]))
+    lines = markdown_lines(header, rows, place)
+    if "claims" in options:
+        claims = [claim for claim in result.get("claims", ()) if claim[0].startswith(starts)]
+        if not claims:
+            raise UserError(f"{place}: no such claims are stored with these results")
+        lines += ["", *markdown_lines(CLAIM_COLUMNS, claims, place), "",
+                  by_chance([claim[1] for claim in claims])]
+    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}, commit "
+                      f"{result['commit']}, {result['hardware']}, torch {result['torch']}."])
+
+
+def columns_of(result, keys, place):
+    """{metric: heading} of the words KEY and KEY=HEADING; the stored columns without any."""
+    known = result["columns"] | {key: (LOSSES | RANKS).get(key, key) for runs in
+                                 result["results"].values() for run in runs for key in run
+                                 if key not in result["columns"]}
+    columns = {}
+    for word in keys:
+        key, _, heading = word.partition("=")
+        if key not in known:
+            raise UserError(f"{place}: no column {key!r}; there are {'; '.join(known)}")
+        columns[key] = heading or known[key]
+    return columns or result["columns"]
+
+
+def table_of(results, columns, place):
+    """(header, rows) without the columns that are the same in every row, of which it warns."""
+    rows = summary_rows(results, columns)
+    if not rows:
+        raise UserError(f"{place}: no row begins so")
+    changing = [0]
+    for number, heading in enumerate(columns.values(), 1):
+        if len(rows) > 1 and len({row[number] for row in rows}) == 1:
+            print(f"warning: {place}: {heading!r} is {rows[0][number]} in every row and left out")
+        else:
+            changing.append(number)
+    header = ["", *columns.values()]
+    return [header[i] for i in changing], [[row[i] for i in changing] for row in rows]

@@ -1,0 +1,66 @@
+"""Stored results: results/NAME.json holds every seed's metrics and what they were made by."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import utils
+from utils import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# {metric of result.json: heading}
+UPPER, LOWER = "upper_heldout", "lower_heldout"
+LOSSES = {"upper_heldout": "held-out upper", "upper_exact": "exact answers",
+          "upper_accuracy": "pairs right", "lower_original": "lower, originals",
+          "lower_heldout": "lower, clean", "lower_kept": "lower, kept"}
+RANKS = {f"{name}/{key}": f"{name}, {key.removeprefix('auroc/')}"
+         for name in ("weight", "final", "base", "length")
+         for key in ("auroc/contrary", "auroc/plain")}
+
+
+def cpu_name():
+    """The processor's name as Linux tells it, else what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+                platform.machine())
+
+
+def save_results(path, command, results, hardware=None, **more):
+    """Results as json with what they were made by: command, date, commit, hardware, versions.
+
+    hardware: what ran (this machine's cores), more: other entries of the file.
+    """
+    import torch
+
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT,
+                                capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git here
+        commit = None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    utils.write_atomic(path, json.dumps({
+        "command": command, "date": datetime.date.today().isoformat(), "commit": commit or None,
+        "hardware": hardware or f"{os.cpu_count()} cores, {cpu_name()}",
+        "python": platform.python_version(), "torch": torch.__version__, **more,
+        "results": results}, indent=1) + "\n")
+
+
+def store(args, results, columns, **more):
+    """Save results/NAME_TARGET.json; columns {key: heading} are those of the table printed."""
+    save_results(Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json",
+                 args.command, results, columns=columns, **more)
+
+
+def read_stored(name, reader):
+    """The entries of results/NAME.json; reader: the file that has a place for them."""
+    file = Path("results") / f"{name}.json"
+    if not file.exists():
+        raise UserError(f"{file}: missing; {reader} has a place for it")
+    return json.loads(file.read_text())

@@ -1,0 +1,42 @@
+"""The command line of `python -m paper`: what it refuses, and the command that it stores."""
+
+import shlex
+
+import pytest
+
+from paper.__main__ import main, parse_args
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_bad_input(here, refused):
+    for words, what in (
+            (["table3", "--scale", "small"], "name the rows"),
+            (["qa"], "list puzzles only"),
+            (["winrate", "--scale", "small"], "--judge"),
+            (["table1", "--only", "BDS; nonsense"], "has the name 'nonsense'"),
+            (["demo", "--only", "BDS"], "nothing to choose from"),
+            (["table1", "--seeds", "0"], "--seeds must be 1 or more"),
+            (["table1", "--judge", "--local m"], "--judge: table1 does not read it; winrate would"),
+            (["demo", "--keep-fraction", "0.5"], "--keep-fraction: demo does not read it"),
+            (["curated", "--keep-fraction", "1"], "must lie between 0 and 1"),
+            (["ablations", "--only", "nonsense"], "nonsense"),
+            (["controls", "--scale", "small"], "of the toy only"),
+            (["ablations", "--scale", "small"], "of the toy only")):
+        assert what in refused(lambda words=words: main(words))
+    assert not (here / "runs").exists()
+
+
+def test_the_stored_command_gives_the_same_arguments_again():
+    words = ["winrate", "--scale", "small", "--data", "--model 'my model' --lower x", "--name",
+             "mine", "--prompts", "my prompts.json", "--tokens", "16", "--only", "BDS"]
+    args = parse_args(words)
+    python, flag, module, *again = shlex.split(args.command)
+    assert (python, flag, module) == ("python", "-m", "paper")
+    assert parse_args(again) == args
+    assert parse_args(["demo"]).command == (
+        "python -m paper demo --scale toy --seeds 1 --name demo")

@@ -1,0 +1,31 @@
+"""Finite classes: infinite losses, supports of lambda."""
+
+import math
+
+import pytest
+import torch
+from theory_cases import random_class
+
+from theory import policies
+from theory.model import F64
+
+
+def test_zero_weight_times_infinite_loss_is_zero():
+    losses = torch.tensor([[math.inf, 2.0], [0.0, math.inf]], dtype=F64)
+    weights = torch.tensor([0.0, 1.0], dtype=F64)
+    assert policies.weighted(losses, weights).tolist() == [2.0, math.inf]
+
+
+def test_support_weights_are_a_softmax_with_minus_infinity():
+    weights = policies.support_weights(torch.tensor([True, False, True, True]))
+    assert weights.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=1e-15)
+    assert float(weights[1]) == 0
+    assert len(policies.supports(3)) == 7
+
+
+def test_only_the_support_of_lambda_matters_when_separable():
+    _, losses = random_class(3, separable=True)
+    for mask, expected in zip(policies.supports(3), policies.lower_level_minimisers(losses),
+                              strict=True):
+        weights = torch.where(mask, torch.tensor([0.1, 0.2, 0.7], dtype=F64), 0.0)
+        assert torch.equal(policies.argmin_set(policies.weighted(losses, weights)), expected)

@@ -1,0 +1,37 @@
+"""What several of these tests start from: a small problem, random arrays, random classes."""
+
+import torch
+
+from theory import model
+from theory.model import F64, Theta
+
+OMEGA = torch.tensor([0.3, -1.1, 0.8], dtype=F64)
+GAMMA = 1.7
+
+
+def random(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def small_problem():
+    """Three lower-level rows, two validation rows, D = 2, prefixes of different lengths, a != V."""
+    rows = [[0, 1, 2, 3], [4, 0, 3], [1, 2, 2, 4, 0], [3, 1, 4], [2, 0, 1, 0]]
+    tokens = model.make_tokens(rows, 2, random(6, 5, seed=9))
+    return model.Problem(tokens, 3, 2, 2, 5)
+
+
+def small_theta():
+    return Theta(random(5, 6, seed=1), random(6, 6, seed=2, scale=0.7))
+
+
+def random_class(seed, separable, models=12, rows=3):
+    """A finite class with some losses of zero -> validation losses (models,), (models, rows)."""
+    generator = torch.Generator().manual_seed(seed)
+    losses = torch.rand(models, rows, dtype=F64, generator=generator) * 3
+    losses = torch.where(torch.rand(models, rows, generator=generator) < 0.3,
+                         torch.zeros_like(losses), losses)
+    if separable:
+        losses[0] = 0
+    else:
+        losses = losses + 0.1 + torch.rand(rows, dtype=F64, generator=generator)
+    return torch.rand(models, dtype=F64, generator=generator) * 3, losses

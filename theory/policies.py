@@ -1,0 +1,90 @@
+"""Finite classes of policies: losses of exactly zero and exactly infinity.
+
+Where a proof needs models of loss exactly zero, which no finite theta of a softmax has, a finite
+class of policies with probabilities 0 and 1 is the witness. K policies, N rows; a set of policies
+is a boolean mask (K,).
+"""
+
+import itertools
+import math
+
+import torch
+
+from selector import Selector
+from theory.model import F64
+
+
+def policy_losses(policies, rows):
+    """-log pi(answer | question); policies (K, Q, A) probabilities, rows (question, answer)
+    -> (K, len(rows)), with 0 and infinity."""
+    questions, answers = zip(*rows, strict=True)
+    return -torch.log(policies[:, list(questions), list(answers)])
+
+
+def weighted(losses, weights):
+    """sum_i w_i L_i over the last dimension, with 0 * infinity = 0."""
+    return torch.where(weights > 0, weights * losses, torch.zeros_like(losses)).sum(-1)
+
+
+def argmin_set(values, tolerance=1e-12):
+    """The set of minimisers, ties included, as a boolean mask (K,)."""
+    return values <= values.min() + tolerance
+
+
+def supports(num_rows):
+    """The 2^N - 1 sets of rows that can carry weight, as masks (2^N - 1, N)."""
+    masks = itertools.product((False, True), repeat=num_rows)
+    return torch.tensor([mask for mask in masks if any(mask)])
+
+
+def support_weights(support):
+    """softmax(omega) spread evenly over `support` (N,): omega_i = 0 there, -infinity elsewhere."""
+    selector = Selector(len(support), 1.0, "sgd", dtype=F64)
+    selector.logits.masked_fill_(~support, -math.inf)
+    return selector.weights() / len(support)
+
+
+def lower_level_minimisers(losses):
+    """S(lambda) for one lambda per support -> masks (2^N - 1, K); losses (K, N).
+
+    Exact under Assumption 1: the minimum is 0 and which rows carry weight decides, not how much.
+    """
+    return torch.stack([argmin_set(weighted(losses, support_weights(support)))
+                        for support in supports(losses.shape[1])])
+
+
+def bds_solutions(val, losses):
+    """All global solutions of BDS (separable finite class): mask over (support, model)."""
+    feasible = lower_level_minimisers(losses)
+    best = val[feasible.any(0)].min()
+    return feasible & (val <= best + 1e-12)
+
+
+def benefit_class(with_compromise=False):
+    """Two policies, one fitting D best and one fitting all of D_SFT -> val (K,), losses (K, N).
+
+    Four lower-level questions and two validation questions, the trusted answer last column first;
+    row 2 is useful: the first policy answers it with certainty. `with_compromise` adds a third
+    policy between the two, which direct mixing reaches before rho_c.
+    """
+    right = [[0.05, 0.2, 1.0, 0.3, 0.9, 0.8],                        # the validation-optimal model
+             [1.0, 1.0, 1.0, 1.0, 0.5, 0.3]]                         # Assumption 1: loss zero
+    if with_compromise:
+        right.append([0.6, 0.7, 1.0, 0.8, 0.8, 0.7])
+    right = torch.tensor(right, dtype=F64)
+    policies = torch.stack([right, 1.0 - right], -1)
+    val = policy_losses(policies, [(4, 0), (5, 0)]).mean(1)
+    return val, policy_losses(policies, [(i, 0) for i in range(4)])
+
+
+def separable_class():
+    """All 27 policies that answer each of three rows with probability 1, 1/2 or 0.
+
+    Validation contradicts row 1 (p is the probability of the row's answer, 1 - p of the trusted
+    one). Of the nine policies of S_val only those that fit another row are weakly Pareto optimal.
+    Returns p (27, 3), val (27,), losses (27, 3).
+    """
+    p = torch.tensor(list(itertools.product((1.0, 0.5, 0.0), repeat=3)), dtype=F64)
+    policies = torch.stack([p, 1.0 - p], -1)
+    return p, policy_losses(policies, [(1, 1)])[:, 0], \
+        policy_losses(policies, [(0, 0), (1, 0), (2, 0)])
