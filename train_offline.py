@@ -36,6 +36,7 @@ import time
 
 import batches
 import models
+import monitor
 import options
 import session
 from logprobs import sequence_logprobs
@@ -148,19 +149,19 @@ def main(argv=None):
             run.model, run.theta, run.optimizers["theta"], upper_batch, lower_batch, weights, rho,
             reference=None if reference is None else reference[upper_rows], beta=args.dpo_beta,
             **limits)
-        session.check_finite(run, grad_norm, lower_now, lower_rows)
+        monitor.check_finite(run, grad_norm, lower_now, lower_rows)
 
         # --- omega: one step with C at theta^{k+1}  (PBGD-2) --------------------------------------
         if bilevel:
             losses = omega_losses(run.model, lower_batch, weights, lower_now, **omega_options,
                                   **limits)
-            session.check_finite(run, losses.sum(), losses, lower_rows)
+            monitor.check_finite(run, losses.sum(), losses, lower_rows)
             run.selector.step(lower_rows, losses, gammas[epoch])
 
         # --- log, evaluate, save ------------------------------------------------------------------
         lower_loss = (weights * lower_now).mean().item()
         upper_loss = upper_now.mean().item() if upper_batch else None
-        session.end_step(run, {
+        monitor.end_step(run, {
             "step": run.step, "epoch": epoch, "rho": rho, "upper_loss": upper_loss,
             "lower_loss": lower_loss, "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
             "grad_norm": grad_norm.item(), "lr": lr,

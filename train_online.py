@@ -37,6 +37,7 @@ import time
 import batches
 import curate
 import models
+import monitor
 import options
 import session
 from bmo_weights import (
@@ -190,8 +191,11 @@ def refresh(run, mask, number, sampling):
         run.model, [batches.prompt_of(row) for row in batches.take(run.lower, coming)],
         [f"{args.seed} {number} {row_id}" for row_id in rows["row_id"]], run.step,
         num_answers=args.num_answers, sampling=sampling, label=f"refresh {number}")
-    count = len(written)
-    return dict(zip(coming, answers, strict=True)), {
+    count, labels = len(written), {}
+    if "kind" in rows.column_names:  # known faults; of the toy the right answers are known too
+        labels = corpus.answer_labels(rows, [
+            run.tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in written])
+    return dict(zip(coming, answers, strict=True)), labels | {
         "answers": count, "answers_complete": sum(done for _, done in written) / count,
         "answers_empty": sum(len(t) == 1 and d for t, d in written) / count,
         "answer_length": sum(len(t) for t, _ in written) / count,
@@ -384,11 +388,11 @@ def main(argv=None):
             run.model, run.theta, run.optimizers["theta"], upper_batch, lower_batch, weights, rho,
             weighing=(args.ratio, args.max_log_ratio), beta=args.dpo_beta,
             reference=None if reference is None else reference[upper_rows], **limits)
-        session.check_finite(run, grad_norm, weighted, lower_rows)
+        monitor.check_finite(run, grad_norm, weighted, lower_rows)
 
         # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
         losses = omega_losses(run.model, lower_batch, weights, plain, **omega_options, **limits)
-        session.check_finite(run, losses.sum(), losses, lower_rows)
+        monitor.check_finite(run, losses.sum(), losses, lower_rows)
         if present.any():  # a dropped row has no loss; the others keep their share 1 / B
             run.selector.step(lower_rows[present], losses.cpu()[present],
                               gammas[epoch] * (present.sum().item() / len(present)))
@@ -398,7 +402,7 @@ def main(argv=None):
                                 used, num_clamped)
         metrics |= {"grad_norm": grad_norm.item(), "lr": lr, "tokens": batches.count_tokens(
             batches.sequences(upper_batch) + [row for q in lower_batch for row in q.rows])}
-        session.end_step(run, metrics, started, {
+        monitor.end_step(run, metrics, started, {
             "mask": mask, "num_answers": num_answers,
             "buffer": {p: [a.rows, a.old_logps, a.step] for p, a in buffer.items()}})
 
