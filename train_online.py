@@ -199,8 +199,6 @@ def refresh(run, mask, number, sampling):
         "answers": count, "answers_complete": sum(done for _, done in written) / count,
         "answers_empty": sum(len(t) == 1 and d for t, d in written) / count,
         "answer_length": sum(len(t) for t, _ in written) / count,
-        **corpus.answer_labels(rows, [run.tokenizer.decode(tokens, skip_special_tokens=True)
-                                      for tokens, _ in written]),
         "time/generate": time.perf_counter() - started}
 
 

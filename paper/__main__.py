@@ -20,9 +20,9 @@ import argparse
 import os
 import shlex
 
-import utils
 from paper import experiments, rendering, reproduce
 from paper.plans import SCALES
+from runtime import command
 from utils import UserError
 
 TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
@@ -87,4 +87,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    utils.run(main)
+    command.run(main)

@@ -6,10 +6,10 @@ Scales, seeds and folders are those of the tables, whose finished runs are used 
 import shlex
 from pathlib import Path
 
+from evaluation.runs import read_result
+
 import compare
-import toy
 import utils
-from eval import ranking_metrics, read_result, table
 from paper.figures import panels_figure
 from paper.plans import (
     METHODS,
@@ -35,7 +35,9 @@ from paper.statistics import (
     summary_rows,
     with_base,
 )
-from utils import UserError
+from ranking import ranking_metrics
+from toy import corpus
+from utils import UserError, table
 
 # --- known bad rows: which ranking finds them -----------------------------------------------------
 
@@ -188,7 +190,7 @@ def add_bad_shares(args, results, files, online):
     if args.scale == "toy":
         for run, file in zip(results["... with its rewrites"], online, strict=True):
             rows = utils.read_jsonl(file.with_name("curated.prompt-completion.jsonl"))
-            run["bad_share"] = sum(toy.kind_of(row["prompt"], row["completion"]) != "clean"
+            run["bad_share"] = sum(corpus.kind_of(row["prompt"], row["completion"]) != "clean"
                                    for row in rows) / len(rows)
 
 

@@ -17,10 +17,11 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
+from evaluation.runs import read_result
+
 import baselines
-import toy
-from eval import read_result
 from paper.running import run_all, slug
+from toy import corpus
 from utils import UserError
 
 # Arguments of all commands, of training, of online training, and of ranking without training.
@@ -117,7 +118,7 @@ def write_toy_rows(folder, seed, text):
     """What `python -m toy write --out FOLDER --seed SEED TEXT` does: four files of rows."""
     words = text.split()
     given = dict(zip(words[::2], words[1::2], strict=True))
-    toy.write(folder, seed=seed, noise=float(given.get("--noise", 0.4)),
+    corpus.write(folder, seed=seed, noise=float(given.get("--noise", 0.4)),
               contrary_share=float(given.get("--contrary", 0.5)),
               upper=given.get("--upper", "right"))
 
@@ -131,7 +132,7 @@ def toy_words(folder, script):
              "--lower-heldout", str(folder / "lower_heldout.jsonl")]
     if script in (OFF, ON):
         return ["--preset", "toy", *words]
-    return ["--model", str(toy.MODEL), *words, *(
+    return ["--model", str(corpus.MODEL), *words, *(
         word for name, value in baselines.TOY.items()
         for word in (f"--{name.replace('_', '-')}", str(value)))]
 
@@ -231,7 +232,7 @@ def print_needs(args, training, methods):
     from transformers import AutoConfig
 
     from bench import PUBLISHED_HOURS, PUBLISHED_ROWS, SHAPES
-    from common import memory_and_disk
+    from session import memory_and_disk
     from train_offline import parse_args as training_args
 
     settings = training_args(training)

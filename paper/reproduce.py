@@ -9,8 +9,6 @@ import shlex
 import time
 from pathlib import Path
 
-import toy
-from eval import table
 from paper.figures import line_figure
 from paper.plans import METHODS, SAFETY, chosen, execute, setting, words_of
 from paper.results import LOSSES, LOWER, RANKS, UPPER, store
@@ -25,7 +23,8 @@ from paper.statistics import (
     summary_rows,
     with_base,
 )
-from utils import UserError
+from toy import corpus
+from utils import UserError, table
 
 WIN_RATE = ["winrate.py"]  # the words behind `python` that name the win rate's command
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
@@ -202,7 +201,7 @@ def win_rates(args):
     prompts = args.prompts or folder / "prompts.json"
     if not args.prompts and not args.list:
         winrate.write_list(prompts, [{"instruction": row["prompt"]}
-                                     for row in toy.make_rows(seed=0)["heldout"][:200]])
+                                     for row in corpus.make_rows(seed=0)["heldout"][:200]])
     first = next(iter(files_of.values()))[0].parent
     base = first.with_name("answers-base.json")
     generate, judge = {base: [str(first), "--base"]}, {}
@@ -242,7 +241,7 @@ def preferences(args, file, base):
     if args.scale != "toy":
         judged = answer_file(file).with_suffix(".judged.json")
         return [row["preference"] for row in winrate.read_list(judged, ())]
-    right, base_right = ([toy.kind_of(row["instruction"], row["output"]) == "clean"
+    right, base_right = ([corpus.kind_of(row["instruction"], row["output"]) == "clean"
                           for row in winrate.read_list(answers, ())]
                          for answers in (answer_file(file), base))
     return [1.5 + 0.5 * (a - b) for a, b in zip(right, base_right, strict=True)]
@@ -252,7 +251,7 @@ def example_answers(args):
     """The paper's table of examples: the base model and each method answer the same prompts."""
     wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
     files_of = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
-    shown = toy.make_rows(seed=0)["heldout"][:6]
+    shown = corpus.make_rows(seed=0)["heldout"][:6]
     prompts = ["--prompts", args.prompts] if args.prompts else [
         word for row in shown for word in ("--prompt", row["prompt"])]
     out = Path("runs") / args.name / "examples.md"

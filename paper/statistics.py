@@ -6,7 +6,9 @@
 import re
 import statistics
 
-from eval import read_result, table
+from evaluation.runs import read_result
+
+from utils import table
 
 CLAIM_COLUMNS = ("claim", "seeds as claimed", "difference", "p")
 

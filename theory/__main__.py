@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import utils
+from runtime import command
 from theory import benefit, convergence, coverage, drawing, equivalence, weights
 
 PARTS = {"benefit": (benefit, drawing.draw_benefit),
@@ -44,4 +45,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    utils.run(main)
+    command.run(main)

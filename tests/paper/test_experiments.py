@@ -7,12 +7,12 @@ import pytest
 from conftest import write_rows
 from test_plans import SPACES
 
-import toy
 import train_offline
 import utils
 from paper import experiments
 from paper.__main__ import main
 from paper.running import slug
+from toy import corpus
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_the_toys_curated_sets_are_held_to_its_own_rows(curated_commands, here):
         assert words[words.index("--preset") + 1] == "toy"
         assert words[words.index("--epochs") + 1] == "2"
         for flag, name in (("--upper-heldout", "heldout"), ("--lower-heldout", "lower_heldout")):
-            assert utils.read_jsonl(words[words.index(flag) + 1]) == toy.make_rows(seed=0)[name]
+            assert utils.read_jsonl(words[words.index(flag) + 1]) == corpus.make_rows(seed=0)[name]
     for words in raw:
-        assert utils.read_jsonl(words[words.index("--lower") + 1]) == toy.make_rows(seed=0)["lower"]
+        assert utils.read_jsonl(words[words.index("--lower") + 1]) == corpus.make_rows(seed=0)["lower"]
     assert rewritten.count("--lower") == 1 and "--keep" not in rewritten
     assert rewritten[rewritten.index("--lower") + 1].endswith("curated.prompt-completion.jsonl")
 

@@ -7,20 +7,20 @@ import pytest
 from conftest import read_rows
 from planned_commands import TOY_PRESET, parse_command
 
-import common
 import eval as evaluation
-import toy
+import options
 import train_offline
 import train_online
 from paper import plans, reproduce
 from paper.__main__ import main
 from paper.running import slug
+from toy import corpus
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for presets in (common.PRESETS, train_online.PRESETS):
+    for presets in (options.PRESETS, train_online.PRESETS):
         monkeypatch.setitem(presets, "toy", TOY_PRESET)
     return tmp_path
 
@@ -89,7 +89,7 @@ def test_the_safety_tables_rows_are_written_before_they_are_read(target, options
         "train_offline", "train_offline", "baselines", "baselines", "train_offline",
         "train_offline", "train_offline", "train_offline"]
     for name, args in commands:
-        rows = toy.make_rows(seed=args.seed, **options)
+        rows = corpus.make_rows(seed=args.seed, **options)
         for level in ("lower", "upper", "upper_heldout", "lower_heldout"):
             assert read_rows(getattr(args, level)) == rows[level.replace("upper_h", "h")]
         assert args.upper_loss == ("dpo" if target == "table3-dpo" else "sft")

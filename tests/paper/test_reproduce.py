@@ -8,6 +8,7 @@ from conftest import make_rows, read_rows, write_rows
 from paper import reproduce
 from paper.__main__ import main
 from paper.running import slug
+from toy import corpus
 
 TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
 
@@ -130,10 +131,9 @@ def test_epochs_are_in_order_and_the_last_is_compared_with_the_first(here, monke
 
 def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch, capsys):
     """Right against wrong 2, the other way round 1, alike 1.5; no judge's command is printed."""
-    import toy
     import winrate
 
-    rows = toy.make_rows(seed=0)["heldout"][:3]
+    rows = corpus.make_rows(seed=0)["heldout"][:3]
     folder = here / "runs/toy/bds"
     folder.mkdir(parents=True)
     ours, theirs = [True, False, True], [False, True, True]
