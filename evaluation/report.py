@@ -156,7 +156,7 @@ def first_screen(run):
 def selector_table(run):
     keys = ("ess_share", "weight_min", "weight_q10", "weight_q50", "weight_q90", "weight_max",
             "spearman", "uniform", "collapsed")
-    rows = [[r["epoch"] + 1, r["rho"], *(r.get(f"omega/{key}") for key in keys)]
+    rows = [[r["epoch"] + 1, r.get("rho"), *(r.get(f"omega/{key}") for key in keys)]
             for r in run.metrics if "omega/ess" in r]
     return html_table(["epoch", "rho", *keys], rows) if rows else ""
 

@@ -42,13 +42,13 @@ KINDS = {
 TEXT, FLAG, NUMBER, WHOLE = KINDS
 
 RANKING = {"row_id": WHOLE, "hash": TEXT, "rank": NUMBER}
-# Columns of a ranking. One that the first row has, all rows have.
+# More columns of a ranking: all rows have one, or none has it.
 COLUMNS_OF_RANKING = {"kept": FLAG, "weight": NUMBER, "masked": FLAG, "base_loss": NUMBER,
                       "final_loss": NUMBER, "length": NUMBER, "bad": FLAG}
 SHOWN = {"row_id": WHOLE, "hash": TEXT, "prompt": TEXT, "response": TEXT}
 CURATED = RANKING | SHOWN | {"kept": FLAG}
-ANSWERED_ANEW = {"refined": TEXT, "recommended": TEXT, "margin": NUMBER, "weight": NUMBER,
-                 "masked": FLAG, "bad": FLAG, "kind": TEXT}
+MORE_OF_CURATED = COLUMNS_OF_RANKING | {"refined": TEXT, "recommended": TEXT, "margin": NUMBER,
+                                        "kind": TEXT}
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
     **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,
@@ -207,12 +207,15 @@ def read_figures(path):
 
 def read_ranking(path):
     """The rows of `weights.jsonl`, `kept.jsonl` or another ranking, in the order of the file."""
-    rows, needed = [], None
+    rows, columns = [], None
     for place, row in each_line(path):
-        if needed is None:
-            check_entry(place, row, RANKING)
-            needed = RANKING | {k: kind for k, kind in COLUMNS_OF_RANKING.items() if k in row}
-        check_entry(place, row, needed, {"kind": TEXT})
+        check_entry(place, row, RANKING, {"kind": TEXT})
+        own = {key: kind for key, kind in COLUMNS_OF_RANKING.items() if key in row}
+        columns = own if columns is None else columns
+        if own.keys() != columns.keys():
+            raise UserError(f"{place}: {', '.join(sorted(own.keys() ^ columns.keys()))} must stand "
+                            "in every row or in none")
+        check_entry(place, row, own)
         rows.append(row)
     if not rows:
         raise UserError(f"{path}: holds no rows")
@@ -222,7 +225,7 @@ def read_ranking(path):
 def each_curated(path):
     """The rows of `curated.jsonl`, one at a time: it holds every text."""
     for place, row in each_line(path):
-        check_entry(place, row, CURATED, ANSWERED_ANEW)
+        check_entry(place, row, CURATED, MORE_OF_CURATED)
         if row.get("refined") is not None and row.get("recommended") not in RECOMMENDATIONS:
             raise UserError(f"{place}: a refined answer has recommended: "
                             f"{', '.join(RECOMMENDATIONS)}")

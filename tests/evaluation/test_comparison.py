@@ -9,7 +9,8 @@ from fabricated import fabricate
 
 import eval_front as front
 from evaluation import answers, losses, report
-from evaluation.comparison import student_t
+from evaluation.comparison import comparison_rows, student_t
+from evaluation.runs import Run
 
 
 @pytest.mark.parametrize("freedom, value", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764),
@@ -120,3 +121,33 @@ def test_a_place_to_write_is_made_before_the_work(tmp_path, monkeypatch, refused
         assert f"{file / 'out.html'}: its folder cannot be made" in line
         assert re.search("is (the ranking itself or )?a folder", refused(
             lambda w=words: front.main([*w, str(tmp_path)])))
+
+
+def test_every_figure_of_losses_is_compared(tmp_path, capfd):
+    """`eval.py losses` adds lower_refined, as a mean over sequences and over tokens."""
+    run = fabricate(tmp_path / "run")
+    (run / "losses.json").write_text(json.dumps({
+        "lower_refined": 0.25, "lower_refined_per_token": 0.75, "base/lower_refined": 9.0}))
+    row = comparison_rows([Run(run)])[0]
+    assert (row["lower_refined"]["mean"], row["lower_refined_per_token"]["mean"]) == (0.25, 0.75)
+    front.main(["compare", str(run)])
+    assert "0.7500" in capfd.readouterr().out.split("token mean")[1]
+
+
+def test_names_cannot_steer_a_terminal_or_pad_a_table(tmp_path, capfd):
+    """Folders and kinds of faults are named by others."""
+    run = fabricate(tmp_path / "run\x1b[2J\u202e*x*", kinds=("clean", "\x1b]0;cut" + "z" * 50_000))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(
+        result | {"weight/auroc/" + "z" * 50_000: 0.5, "weight/recall/\x1b[2J**bold**": 0.5}))
+    capfd.readouterr()
+    for words in (["compare", str(run)], ["ranking", str(run)],
+                  ["keep", str(run), "--keep-fraction", "0.5", "--out", str(tmp_path / "kept")]):
+        front.main(words)
+        out = capfd.readouterr().out
+        assert "\x1b" not in out and "\u202e" not in out and len(out) < 3_000
+    front.main(["report", str(run), "--out", str(tmp_path / "out.html")])
+    table = (tmp_path / "out.md").read_text()
+    assert "\x1b" not in table and "\u202e" not in table and len(table) < 3_000
+    assert "\\*x\\*" in table and "\\*\\*bold\\*\\*" in table
+    assert "z" * 100 not in (tmp_path / "out.html").read_text()

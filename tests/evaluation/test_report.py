@@ -96,6 +96,21 @@ def test_report_without_an_epoch_yet(tmp_path):
     assert "Not finished: 1 steps so far" in words
 
 
+def test_known_bad_rows_are_told_by_ranking_metrics_alone(tmp_path):
+    """base/upper_heldout is a loss before training, not a metric of the ranking called base."""
+    folder = fabricate(tmp_path / "run")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {
+        "base/upper_heldout": 0.7, "base/recall/cut": 0.25, "weight_unmasked/auroc": 0.8}))
+    header, cells = health.label_table(Run(folder))
+    assert header == ["ranking by", "auroc", "precision", "recall/cut"]
+    assert cells == [["weight", 0.9, 0.9, None], ["base", 0.7, 0.7, 0.25],
+                     ["length", 0.5, 0.5, None], ["weight, unmasked", 0.8, None, None]]
+    text = make_page(tmp_path, folder)[0]
+    assert "base/upper_heldout" in text.split("Final metrics")[1]
+    assert "upper_heldout</th>" not in text
+
+
 def test_hostile_text_cannot_break_the_page(tmp_path):
     """HTML, RTL overrides, emoji, control characters, and 100,000 characters, everywhere."""
     long = HOSTILE + "z" * 100_000

@@ -444,6 +444,53 @@ def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refu
                          "exceed the model's context of 128", line)
 
 
+def test_answers_end_where_the_template_goes_on(folders, monkeypatch):
+    """What a plain template writes behind the response is learned as its end, and is no answer."""
+    local = judge.LocalJudge(str(folders["llama"]), "cpu")
+    said = ["red\n###", "red\n\n###\nred", "### red\n### blue\n###", "red", "###", "red ###"]
+    monkeypatch.setattr(winrate, "generate", lambda *_, **__: [
+        (local.tokenizer(text)["input_ids"], True) for text in said])
+
+    def answers(template):
+        return winrate.respond(local.model, local.tokenizer, ["seven"] * 6, max_new_tokens=9,
+                               template=template)
+    assert answers("Q: {prompt}\nA: {response}\n###\n") == [
+        "red", "red", "### red", "red", "", "red"]
+    assert answers("Q: {prompt}\nA: {response}") == [text.strip() for text in said]
+    assert answers(None) == [text.strip() for text in said]
+
+
+def test_a_judged_file_is_not_its_own_output(tmp_path, refused):
+    rows = tmp_path / "o.json"
+    rows.write_text(json.dumps([{"instruction": "a", "output": "x"}]))
+    call = ["judge", str(rows), "--reference", str(rows), "--url", "http://x", "--judge", "j"]
+    assert "would overwrite" in refused(lambda: run_winrate([*call, "--out", str(rows)]))
+    assert "would overwrite" in refused(lambda: run_winrate(
+        [*call, "--out", str(tmp_path / "a"), "--cache", str(tmp_path / "a")]))
+
+
+@pytest.mark.parametrize("content", [
+    b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}", b"null", b'[{"instruction": "a", "output": 1}]',
+    b'[{"instruction": "a", "output": "x", "generator": {}}]'])
+def test_damaged_outputs_are_one_line(tmp_path, refused, content):
+    bad, good = tmp_path / "bad.json", tmp_path / "good.json"
+    bad.write_bytes(content)
+    good.write_text(json.dumps([{"instruction": "a", "output": "x"}]))
+    more = ["--out", str(tmp_path / "out.json"), "--url", "http://x", "--judge", "j"]
+    for outputs, reference in ((bad, good), (good, bad)):
+        assert "bad.json" in refused(lambda o=outputs, r=reference: run_winrate(
+            ["judge", str(o), "--reference", str(r), *more]))
+    assert "bad.json" in refused(lambda: run_winrate(["rate", str(bad)]))
+
+
+def test_tables_of_foreign_names_cannot_steer_a_terminal(tmp_path, capfd):
+    (tmp_path / "a.json").write_text(json.dumps(
+        [{"generator_2": "\x1b[2Jm" + "z" * 50_000, "preference": 2.0}]))
+    run_winrate(["rate", str(tmp_path / "a.json")])
+    table = capfd.readouterr().out.split("RESULT")[0]
+    assert "\x1b" not in table and len(table) < 1_000
+
+
 def test_the_context_of_a_multimodal_model_is_its_text_models(folders, monkeypatch):
     local = judge.LocalJudge(str(folders["llama"]), "cpu")
     config = type(local.model.config)
