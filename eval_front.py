@@ -77,7 +77,7 @@ def main(argv=None):
     args = parse_args(argv)
     call = {
         "compare": print_compare,
-        "report": lambda args: print(report.write([Run(f) for f in args.runs], args.out)),
+        "report": lambda args: print(report.write_report([Run(f) for f in args.runs], args.out)),
         "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out)),
         "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.out, args.device),
         "ranking": lambda args: rankings.print_rankings([Run(f) for f in args.runs]),

@@ -14,7 +14,7 @@ import os
 import statistics
 
 from evaluation.runs import read_result
-from evaluation.texts import print_table
+from evaluation.texts import show_table
 from utils import UserError
 
 SEQUENCE = ("upper_heldout", "lower_original", "lower_heldout", "lower_kept", "lower_refined")
@@ -151,9 +151,9 @@ def comparison_cells(rows, per_token=False, interval=False):
 def print_comparison(rows):
     print("nats a token, sequence mean; ± is the standard deviation over seeds; AUROCs of an\n"
           "online run are over its unmasked rows")
-    print_table(*comparison_cells(rows))
+    show_table(*comparison_cells(rows))
     if any(row["n"] > 1 for row in rows):
         print("\n95 % interval of the mean (Student's t over seeds)")
-        print_table(*comparison_cells([r for r in rows if r["n"] > 1], interval=True))
+        show_table(*comparison_cells([r for r in rows if r["n"] > 1], interval=True))
     print("\nnats a token, token mean")
-    print_table(*comparison_cells(rows, per_token=True))
+    show_table(*comparison_cells(rows, per_token=True))

@@ -25,7 +25,7 @@ from evaluation.runs import (
     read_text,
     read_vector,
 )
-from evaluation.texts import print_table
+from evaluation.texts import show_table
 from utils import UserError
 
 # --- the trained model ----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def measure_losses(folder, rows=None, out=None, device="auto"):
         lines += [{"set": name, "row_id": i, "hash": h, "base_loss": b, "loss": t, "length": n}
                   for i, h, b, t, n in zip(part["row_id"], part["hash"], base.tolist(),
                                            tuned.tolist(), lengths.tolist(), strict=True)]
-    print_table(["set", "rows", "base, sequence mean", "run", "base, token mean", "run"], cells)
+    show_table(["set", "rows", "base, sequence mean", "run", "base, token mean", "run"], cells)
     if not rows:
         utils.write_atomic(run.folder / "losses.json", json.dumps(values, indent=2) + "\n")
     if out:

@@ -25,7 +25,7 @@ import torch
 import utils
 from evaluation.losses import load_trained
 from evaluation.runs import check_output, each_line
-from evaluation.texts import print_table
+from evaluation.texts import show_table
 from utils import UserError
 
 TASKS = Path(__file__).parent / "qa_tasks"
@@ -139,8 +139,8 @@ def run_qa(args):
     with model.disable_adapter() if args.base and run else contextlib.nullcontext():
         figures = evaluate(model, tokenizer, tasks, args.local, args.limit, args.batch_size)
     print("zero-shot accuracy; chance is one over the number of choices")
-    print_table(["task", "acc", "± s.e.", "acc_norm", "± s.e.", "n"],
-                [[task, *values.values()] for task, values in figures.items()])
+    show_table(["task", "acc", "± s.e.", "acc_norm", "± s.e.", "n"],
+               [[task, *values.values()] for task, values in figures.items()])
     if args.out:
         utils.write_atomic(args.out, json.dumps(figures, indent=2) + "\n")
     print("RESULT " + json.dumps(figures))

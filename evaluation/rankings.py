@@ -7,7 +7,7 @@ import torch
 import utils
 from eval import auroc
 from evaluation.runs import check_output, read_ranking
-from evaluation.texts import one_line, print_table
+from evaluation.texts import one_line, show_table
 from utils import UserError
 
 # --- another threshold ----------------------------------------------------------------------------
@@ -106,4 +106,4 @@ def print_rankings(runs):
                         "selector or has not finished an epoch")
     print("top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
           "and with the last")
-    print_table(["run", *keys], cells)
+    show_table(["run", *keys], cells)

@@ -252,7 +252,7 @@ def report_markdown(runs):
     return "\n".join(parts)
 
 
-def write(runs, out):
+def write_report(runs, out):
     """Write the page to `out` and its tables beside it as .md; one line with both paths."""
     out = Path(out)
     if out.is_dir():

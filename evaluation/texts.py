@@ -48,7 +48,7 @@ def formatted(value):
     return str(value)
 
 
-def print_table(header, rows):
+def show_table(header, rows):
     """`eval.table` on the terminal; texts in one line of at most CELL characters."""
     def line(row):
         return [one_line(cell) if isinstance(cell, str) else cell for cell in row]

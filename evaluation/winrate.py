@@ -47,7 +47,7 @@ from evaluation.runs import (
     read_text,
     whole_texts,
 )
-from evaluation.texts import one_line, print_table
+from evaluation.texts import one_line, show_table
 from generate import generate
 from utils import UserError
 
@@ -133,10 +133,10 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
-        found, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
-                                  max_length=2**31, max_prompt=2**31, cache_dir=folder)
-        encoded = {row["row_id"]: curate.prompt_of(row) for row in found}
-        ends = curate.end_tokens(found, tokenizer)
+        tokenised, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
+                                      max_length=2**31, max_prompt=2**31, cache_dir=folder)
+        encoded = {row["row_id"]: curate.prompt_of(row) for row in tokenised}
+        ends = curate.end_tokens(tokenised, tokenizer)
     longest = max(encoded, key=lambda i: len(encoded[i]))
     if len(encoded[longest]) + max_new_tokens > context:
         raise UserError(f"row {longest + 1} of the prompts: its {len(encoded[longest])} tokens and "
@@ -271,8 +271,8 @@ def rate(args):
         cells.append([model, reference, *(figures[k] for k in (
             "win_rate", "standard_error", "length_controlled_winrate", "discrete_win_rate",
             "n_wins", "n_draws", "n_wins_base", "n_total", "n_missing"))])
-    print_table(["model", "against", "win rate", "std. error", "length-contr.", "discrete", "wins",
-                 "draws", "losses", "n", "missing"], cells)
+    show_table(["model", "against", "win rate", "std. error", "length-contr.", "discrete", "wins",
+                "draws", "losses", "n", "missing"], cells)
     if not gamed:
         print("length-controlled: needs AlpacaEval's df_gamed.csv (--gamed), see "
               "evaluation/winrate.py")

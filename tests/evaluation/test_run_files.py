@@ -32,7 +32,7 @@ def test_read_result(tmp_path):
 
 # --- damaged files --------------------------------------------------------------------------------
 
-WRONG = ("text", True, None, [1], math.nan, 10**400, -3)
+WRONG = ("text", True, None, [1], math.nan, 10**400, 1e308, -3)
 FILES = {  # a file of a run: the commands that read it
     "config.json": ("compare", "report", "ranking", "losses", "qa", "answers", "generate",
                     "tensorboard"),
@@ -132,7 +132,7 @@ def test_every_key_of_a_jsonl_file_with_every_wrong_value(call, run_folder, name
     path = run_folder / name
     whole = read_rows(path)
     refusals = 0
-    for number in (0, 1, len(whole) - 1):
+    for number in (0, 1):
         for key in whole[number]:
             for value in (*WRONG, "gone"):
                 row = {k: v for k, v in whole[number].items() if k != key or value != "gone"}
@@ -163,7 +163,7 @@ def test_damaged_files_of_a_trained_run(files, online, refused, name):
     """Those that only `losses` reads, with a model in memory."""
     path = online(files(lower=20, upper=20), epochs=1).out / name
     whole = path.read_bytes()
-    for damage in (whole[:len(whole) // 2], b"\xff\xfe" + whole, b"[" * 100_000, b"{}\n"):
+    for damage in (whole[:len(whole) // 2], b"[" * 100_000, b"{}\n"):
         path.write_bytes(damage)
         assert name.split("/")[0].split(".")[0] in refused(
             lambda: front.main(["losses", str(path.parents[name.count("/")])]))
