@@ -1,4 +1,4 @@
-"""winrate.py and judge.py: published figures, judge loops against a loopback server, formats."""
+"""Win rates and judges: published figures, judge loops against a loopback server, formats."""
 
 import collections
 import http.server
@@ -13,12 +13,17 @@ import pytest
 import torch
 from conftest import ROOT, make_tokenizer
 
-import judge
+import eval_front as front
 import utils
-import winrate
+from evaluation import judge, winrate
+from evaluation.texts import markdown_table
 from utils import UserError
 
 PUBLISHED = ROOT.parent / "shared" / "data" / "alpaca_eval"
+
+
+def run_winrate(words):
+    front.main(["winrate", *words])
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -94,21 +99,21 @@ def test_eq_length_controlled_removes_a_planted_length_bias():
 def test_rate_command(tmp_path, capfd, refused):
     rows = [{"generator_1": "base", "generator_2": "m", "preference": p} for p in (1, 2, 2, 1.5)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    winrate.main(["rate", str(tmp_path / "a.json")])
+    run_winrate(["rate", str(tmp_path / "a.json")])
     text = capfd.readouterr().out
     assert json.loads(text.split("RESULT ")[1])["m"]["win_rate"] == pytest.approx(62.5)
     assert "df_gamed.csv" in text  # the limitation is said
     (tmp_path / "b.jsonl").write_text('{"preference": 1}\n')
     for arguments, words in ((["b.jsonl"], "generator_2"), (["none.json"], "no such file"),
                              (["a.json", "--gamed", str(tmp_path / "no.csv")], "no.csv")):
-        assert words in refused(lambda a=arguments: winrate.main(
+        assert words in refused(lambda a=arguments: run_winrate(
             ["rate", str(tmp_path / a[0]), *a[1:]]))
     (tmp_path / "c.json").write_text(json.dumps([*rows, rows[0] | {"preference": "x"}]))
     assert "row 5: 'preference' must be a number or null, not \"x\"" in refused(
-        lambda: winrate.main(["rate", str(tmp_path / "c.json")]))
+        lambda: run_winrate(["rate", str(tmp_path / "c.json")]))
     (tmp_path / "d.json").write_text(json.dumps([rows[0] | {"generator_2": ["m"]}]))
     assert "row 1: 'generator_2' must be text" in refused(
-        lambda: winrate.main(["rate", str(tmp_path / "d.json")]))
+        lambda: run_winrate(["rate", str(tmp_path / "d.json")]))
 
 
 def test_rate_of_a_model_against_two_references(tmp_path, capfd):
@@ -116,7 +121,7 @@ def test_rate_of_a_model_against_two_references(tmp_path, capfd):
             {"generator_1": "other", "generator_2": "m", "preference": 2},
             {"generator_1": "base", "generator_2": "n", "preference": 2}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    winrate.main(["rate", str(tmp_path / "a.json")])
+    run_winrate(["rate", str(tmp_path / "a.json")])
     result = json.loads(capfd.readouterr().out.split("RESULT ")[1])
     assert {name: figures["win_rate"] for name, figures in result.items()} == {
         "m against base": 0, "m against other": 100, "n": 100}
@@ -131,18 +136,18 @@ def test_rate_reads_alpaca_evals_table_of_difficulties(tmp_path, capfd, refused)
              *(f"{i}.0,{i / 4},{s},{0.4 + i / 10}" for i in range(4) for s in (-1, 1))]
     call = ["rate", str(annotations), "--gamed", str(table)]
     table.write_text("\n".join(lines), encoding="utf-8-sig")
-    winrate.main(call)
+    run_winrate(call)
     figures = json.loads(capfd.readouterr().out.split("RESULT ")[1])["m"]
     assert 0 < figures["length_controlled_winrate"] < 100 and figures["n_missing"] == 1
     for text in ("\n".join(lines).replace("0.25", "much"), "a,b\n1,2"):
         table.write_text(text)
-        assert "not AlpacaEval's df_gamed.csv" in refused(lambda: winrate.main(call))
+        assert "not AlpacaEval's df_gamed.csv" in refused(lambda: run_winrate(call))
     table.write_text(lines[0])
-    assert "holds no rows" in refused(lambda: winrate.main(call))
+    assert "holds no rows" in refused(lambda: run_winrate(call))
     table.write_text("\n".join(lines))
     del rows[2]["output_1"]
     annotations.write_text(json.dumps(rows))
-    assert "row 3: no 'output_1'" in refused(lambda: winrate.main(call))
+    assert "row 3: no 'output_1'" in refused(lambda: run_winrate(call))
 
 
 def test_files_may_begin_with_a_byte_order_mark(tmp_path):
@@ -160,16 +165,16 @@ def test_folders_are_made_before_the_work(tmp_path, monkeypatch, refused):
     for command in ("generate_outputs", "judge_outputs"):
         monkeypatch.setattr(winrate, command, lambda args: None)
     out = tmp_path / "a" / "b" / "x.json"
-    winrate.main(["generate", "m", "--prompts", "p", "--out", str(out)])
+    run_winrate(["generate", "m", "--prompts", "p", "--out", str(out)])
     judging = ["judge", "o", "--reference", "r", "--out", str(out)]
-    winrate.main([*judging, "--cache", str(tmp_path / "c" / "x.jsonl")])
+    run_winrate([*judging, "--cache", str(tmp_path / "c" / "x.jsonl")])
     assert out.parent.is_dir() and (tmp_path / "c").is_dir() and not out.exists()
     out.touch()
     for flag, path, words in (("--out", out / "y.json", "cannot be made"),
                               ("--out", out / "z" / "y.json", "cannot be made"),
                               ("--cache", out / "y.json", "cannot be made"),
                               ("--out", out.parent, "is a folder")):
-        line = refused(lambda f=flag, p=path: winrate.main([*judging, f, str(p)]))
+        line = refused(lambda f=flag, p=path: run_winrate([*judging, f, str(p)]))
         assert str(path) in line and words in line
 
 
@@ -283,7 +288,7 @@ def judged(tmp_path, monkeypatch, capfd):
         for name, side in (("outputs", 2), ("reference", 1)):
             (tmp_path / f"{name}.json").write_text(json.dumps(
                 [{"instruction": p[0], "output": p[side], "generator": name} for p in pairs]))
-        winrate.main(["judge", str(tmp_path / "outputs.json"), "--reference",
+        run_winrate(["judge", str(tmp_path / "outputs.json"), "--reference",
                       str(tmp_path / "reference.json"), "--out", str(tmp_path / "out.json"),
                       "--url", server.url, "--judge", "j", "--timeout", "10", "--wait", "0.01",
                       "--retries", "2", *flags])
@@ -374,13 +379,13 @@ def test_estimate_asks_nothing_and_needs_no_key(serve, tmp_path, capfd, monkeypa
     flags = ["judge", str(tmp_path / "outputs.json"), "--reference",
              str(tmp_path / "reference.json"), "--out", str(tmp_path / "out.json"),
              "--url", server.url, "--judge", "j"]
-    winrate.main([*flags, "--estimate", "--price-in", "10", "--price-out", "30"])
+    run_winrate([*flags, "--estimate", "--price-in", "10", "--price-out", "30"])
     text = capfd.readouterr().out
     tokens = len(judge.QUESTION.format(instruction="1", first="good", second="x" * 3600)) / 4 * 100
     cost = (tokens * 10 + 400 * 30) / 1e6
     assert "100 verdicts to ask" in text and float(
         re.search(r"([\d.]+) at the given prices", text)[1]) == pytest.approx(cost, rel=0.01)
-    assert "OPENAI_API_KEY is not set" in refused(lambda: winrate.main(flags))
+    assert "OPENAI_API_KEY is not set" in refused(lambda: run_winrate(flags))
     assert not server.asked and not (tmp_path / "out.json").exists()
 
 
@@ -390,7 +395,7 @@ def test_bad_input_of_judge(tmp_path, refused):
     other.write_text(json.dumps([{"instruction": "b", "output": "x"}]))
 
     def call(*flags, reference=other):
-        return lambda: winrate.main(["judge", str(outputs), "--reference", str(reference), "--out",
+        return lambda: run_winrate(["judge", str(outputs), "--reference", str(reference), "--out",
                                      str(tmp_path / "out.json"), *flags])
     assert "no instruction in common" in refused(call("--url", "http://x", "--judge", "j"))
     assert "--url and --judge" in refused(call(reference=outputs))
@@ -412,7 +417,7 @@ def test_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders, c
     prompts = [{"instruction": "red blue", "dataset": "d"}, {"instruction": "\U0001f600 ثلاثة"},
                {"instruction": ""}, {"instruction": "green", "input": "seven"}]
     (tmp_path / "p.json").write_text(json.dumps(prompts))
-    winrate.main(["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.json"),
+    run_winrate(["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.json"),
                   "--out", str(tmp_path / "o.json"), "--max-new-tokens", "7", "--name", "tiny"])
     rows = json.loads((tmp_path / "o.json").read_text())
     assert "4 answers of tiny" in capfd.readouterr().out
@@ -432,11 +437,58 @@ def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refu
     for words, number in ((200, 7), (40, 120)):
         (tmp_path / "p.json").write_text(json.dumps(
             [{"prompt": "blue"}, {"prompt": " ".join(["red"] * words)}]))
-        line = refused(lambda n=number: winrate.main(
+        line = refused(lambda n=number: run_winrate(
             ["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.json"), "--out",
              str(tmp_path / "o.json"), "--max-new-tokens", str(n)]))
         assert re.search(rf"row 2 of the prompts: its \d+ tokens and --max-new-tokens {number} "
                          "exceed the model's context of 128", line)
+
+
+def test_answers_end_where_the_template_goes_on(folders, monkeypatch):
+    """What a plain template writes behind the response is learned as its end, and is no answer."""
+    local = judge.LocalJudge(str(folders["llama"]), "cpu")
+    said = ["red\n###", "red\n\n###\nred", "### red\n### blue\n###", "red", "###", "red ###"]
+    monkeypatch.setattr(winrate, "generate", lambda *_, **__: [
+        (local.tokenizer(text)["input_ids"], True) for text in said])
+
+    def answers(template):
+        return winrate.respond(local.model, local.tokenizer, ["seven"] * 6, max_new_tokens=9,
+                               template=template)
+    assert answers("Q: {prompt}\nA: {response}\n###\n") == [
+        "red", "red", "### red", "red", "", "red"]
+    assert answers("Q: {prompt}\nA: {response}") == [text.strip() for text in said]
+    assert answers(None) == [text.strip() for text in said]
+
+
+def test_a_judged_file_is_not_its_own_output(tmp_path, refused):
+    rows = tmp_path / "o.json"
+    rows.write_text(json.dumps([{"instruction": "a", "output": "x"}]))
+    call = ["judge", str(rows), "--reference", str(rows), "--url", "http://x", "--judge", "j"]
+    assert "would overwrite" in refused(lambda: run_winrate([*call, "--out", str(rows)]))
+    assert "would overwrite" in refused(lambda: run_winrate(
+        [*call, "--out", str(tmp_path / "a"), "--cache", str(tmp_path / "a")]))
+
+
+@pytest.mark.parametrize("content", [
+    b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}", b"null", b'[{"instruction": "a", "output": 1}]',
+    b'[{"instruction": "a", "output": "x", "generator": {}}]'])
+def test_damaged_outputs_are_one_line(tmp_path, refused, content):
+    bad, good = tmp_path / "bad.json", tmp_path / "good.json"
+    bad.write_bytes(content)
+    good.write_text(json.dumps([{"instruction": "a", "output": "x"}]))
+    more = ["--out", str(tmp_path / "out.json"), "--url", "http://x", "--judge", "j"]
+    for outputs, reference in ((bad, good), (good, bad)):
+        assert "bad.json" in refused(lambda o=outputs, r=reference: run_winrate(
+            ["judge", str(o), "--reference", str(r), *more]))
+    assert "bad.json" in refused(lambda: run_winrate(["rate", str(bad)]))
+
+
+def test_tables_of_foreign_names_cannot_steer_a_terminal(tmp_path, capfd):
+    (tmp_path / "a.json").write_text(json.dumps(
+        [{"generator_2": "\x1b[2Jm" + "z" * 50_000, "preference": 2.0}]))
+    run_winrate(["rate", str(tmp_path / "a.json")])
+    table = capfd.readouterr().out.split("RESULT")[0]
+    assert "\x1b" not in table and len(table) < 1_000
 
 
 def test_the_context_of_a_multimodal_model_is_its_text_models(folders, monkeypatch):
@@ -455,10 +507,10 @@ def test_base_and_adapter_of_a_run_differ(tmp_path, files, train, folders):
         json.dumps({"prompt": f"red {i} blue"}) + "\n" for i in range(6)))
     outputs = {}
     for name, flags in (("run", []), ("base", ["--base"])):
-        winrate.main(["generate", str(run.out), "--prompts", str(tmp_path / "p.jsonl"), "--out",
+        run_winrate(["generate", str(run.out), "--prompts", str(tmp_path / "p.jsonl"), "--out",
                       str(tmp_path / f"{name}.json"), "--max-new-tokens", "8", *flags])
         outputs[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    winrate.main(["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.jsonl"),
+    run_winrate(["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.jsonl"),
                   "--out", str(tmp_path / "model.json"), "--max-new-tokens", "8"])
     plain = json.loads((tmp_path / "model.json").read_text())
     assert [r["output"] for r in outputs["base"]] == [r["output"] for r in plain]
@@ -478,12 +530,12 @@ def test_local_judge_is_the_probability_of_the_letters(tmp_path, folders, capfd)
         (tmp_path / f"{name}.json").write_text(json.dumps([{"instruction": "i", "output": output}]))
     flags = ["judge", str(tmp_path / "o.json"), "--reference", str(tmp_path / "r.json"), "--out",
              str(tmp_path / "out.json"), "--local"]
-    winrate.main([*flags, str(folders["llama"])])  # its context of 128 tokens is too short
+    run_winrate([*flags, str(folders["llama"])])  # its context of 128 tokens is too short
     assert "2 failed" in capfd.readouterr().out
     from conftest import make_llama
     make_llama(max_position_embeddings=1024).save_pretrained(tmp_path / "long")
     make_tokenizer().save_pretrained(tmp_path / "long")
-    winrate.main([*flags, str(tmp_path / "long")])
+    run_winrate([*flags, str(tmp_path / "long")])
     found = json.loads((tmp_path / "out.json").read_text())[0]["preference"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "long"), make_tokenizer()
     a, b = (tokenizer(letter)["input_ids"][0] for letter in "AB")
@@ -502,6 +554,6 @@ def test_local_judge_is_the_probability_of_the_letters(tmp_path, folders, capfd)
 
 
 def test_markdown_cells_hold_any_text():
-    text = winrate.markdown(["a|b"], [["x\ny | <script>"]])
+    text = markdown_table(["a|b"], [["x\ny | <script>"]])
     assert text.splitlines()[0] == "| a\\|b |"
     assert text.splitlines()[2] == "| x<br>y \\| &lt;script> |"

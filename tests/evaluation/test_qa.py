@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import ROOT, make_tokenizer, write_rows
 
-import eval as evaluation
-import qa
+import eval_front as front
+from evaluation import qa
+from evaluation.losses import load_trained
 from utils import UserError
 
 SHARED = ROOT.parent / "shared"
@@ -120,14 +121,13 @@ def test_command_on_a_run_and_random_states(tmp_path, quiet, files, train, capfd
         return (random.getstate(), np.random.get_state()[1].tolist(),
                 torch.get_rng_state().tolist())
 
-    from eval import load_trained
     model, tokenizer, _ = load_trained(str(run.out))
     before = states()
     qa.evaluate(model, tokenizer, ["arc_easy"], tmp_path, limit=2)
     assert states() == before
     results = {}
     for name, flags in (("run", []), ("base", ["--base"])):
-        evaluation.main(["qa", str(run.out), "--tasks", "arc_easy", "--local", str(tmp_path),
+        front.main(["qa", str(run.out), "--tasks", "arc_easy", "--local", str(tmp_path),
                          "--out", str(tmp_path / f"{name}.json"), *flags])
         assert "RESULT " in capfd.readouterr().out
         results[name] = json.loads((tmp_path / f"{name}.json").read_text())["arc_easy"]
@@ -165,11 +165,11 @@ def test_broken_question_files_are_named(tmp_path, row, words):
 
 def test_without_the_harness_one_line_and_no_model_is_loaded(tmp_path, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    line = refused(lambda: evaluation.main(["qa", str(tmp_path / "nowhere"), "--tasks", "piqa"]))
+    line = refused(lambda: front.main(["qa", str(tmp_path / "nowhere"), "--tasks", "piqa"]))
     assert "pip install 'lm_eval[hf]==0.4.13'" in line
     assert "name each task once" in refused(
-        lambda: evaluation.main(["qa", "x", "--tasks", "piqa,piqa"]))
-    assert "--limit 0" in refused(lambda: evaluation.main(["qa", "x", "--limit", "0"]))
+        lambda: front.main(["qa", "x", "--tasks", "piqa,piqa"]))
+    assert "--limit 0" in refused(lambda: front.main(["qa", "x", "--limit", "0"]))
 
 
 def test_task_files_name_themselves():

@@ -1,9 +1,9 @@
 """Win rate against a reference: responses, pairwise judgements, and the figures made of them.
 
-    python winrate.py generate RUN|MODEL --prompts prompts.jsonl --out outputs.json [--base]
-    python winrate.py judge outputs.json --reference base.json --out annotations.json \
+    python eval.py winrate generate RUN|MODEL --prompts prompts.jsonl --out outputs.json [--base]
+    python eval.py winrate judge outputs.json --reference base.json --out annotations.json \
         --url https://api.openai.com/v1 --judge gpt-4o-mini
-    python winrate.py rate annotations.json
+    python eval.py winrate rate annotations.json
 
 Files are AlpacaEval's. Outputs: a list of {instruction, output, generator, dataset}. Annotations:
 {instruction, output_1, generator_1, output_2, generator_2, preference, annotator}, where 1 is the
@@ -22,64 +22,78 @@ reference and 2 the model, and preference lies in [1, 2]: 1 the reference is bet
     given then. Unlike AlpacaEval no L1 penalty is chosen by cross-validation.
 """
 
-import argparse
+import contextlib
 import csv
 import json
 import math
 import os
 import statistics
+import tempfile
 from pathlib import Path
 
-import judge
+import torch
+
+import curate
+import data
 import utils
+from evaluation import judge
+from evaluation.losses import load_trained
+from evaluation.runs import (
+    called,
+    check_entry,
+    check_output,
+    is_number,
+    parse_json,
+    read_text,
+    whole_texts,
+)
+from evaluation.texts import one_line, show_table
+from generate import generate
 from utils import UserError
 
 # --- files ----------------------------------------------------------------------------------------
 
-TEXT, NUMBER = (str, "text"), ((int, float, type(None)), "a number or null")
+TEXTS = ("instruction", "prompt", "input", "output", "output_1", "output_2", "generator",
+         "generator_1", "generator_2", "dataset")
 
 
 def read_list(path, needed):
     """Rows of a json list or a jsonl file, each with the `needed` keys: text, and a preference."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    rows = parse_list(path, text)
-    for number, row in enumerate(rows, 1):
-        for key in needed:
-            if not isinstance(row, dict) or key not in row:
-                raise UserError(f"{path} row {number}: no {key!r}; needed: {', '.join(needed)}")
-            known, what = NUMBER if key == "preference" else TEXT
-            if not isinstance(row[key], known):
-                raise UserError(f"{path} row {number}: {key!r} must be {what}, not "
-                                f"{json.dumps(row[key])[:40]}; correct or remove the row")
-    if not rows:
-        raise UserError(f"{path}: holds no rows")
-    return rows
-
-
-def parse_list(path, text):
-    """What a json list or the lines of a jsonl file hold."""
+    text = read_text(path)
     parts = [(path, text)] if text.lstrip()[:1] == "[" else [
         (f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     rows = []
     for place, part in parts:
-        try:
-            found = json.loads(part)
-        except ValueError as error:
-            raise UserError(f"{place}: not valid JSON ({error})") from None
-        rows += found if isinstance(found, list) else [found]
-    return rows
+        value = parse_json(place, part, nan=True)  # a missing preference may be NaN
+        rows += value if isinstance(value, list) else [value]
+    for number, row in enumerate(rows, 1):
+        check_row(f"{path} row {number}", row, needed)
+    if not rows:
+        raise UserError(f"{path}: holds no rows")
+    return [whole_texts(row) for row in rows]
+
+
+def check_row(place, row, needed):
+    """`UserError` unless `row` has the needed keys, and every known key its type."""
+    check_entry(place, row, {})
+    for key in needed:
+        if key not in row:
+            raise UserError(f"{place}: no {key!r}; needed: {', '.join(needed)}")
+    for key, value in row.items():
+        if key == "preference" and not (value is None or value != value or is_number(value)):
+            what = "a number or null"
+        elif key in TEXTS and not isinstance(value, str) and (key in needed or value is not None):
+            what = "text"
+        else:
+            continue
+        raise UserError(f"{place}: {key!r} must be {what}, not {called(value)}; correct or "
+                        "remove the row")
 
 
 def read_prompts(path):
     """Prompts of a file with instruction (AlpacaEval's, Alpaca's with its input) or prompt."""
     rows = read_list(path, ())
-    key = "instruction" if isinstance(rows[0], dict) and "instruction" in rows[0] else "prompt"
+    key = "instruction" if "instruction" in rows[0] else "prompt"
     rows = read_list(path, (key,))
     return [f"{row[key]}\n{row['input']}" if row.get("input") else row[key] for row in rows]
 
@@ -90,6 +104,8 @@ def read_gamed(path):
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [{key: float(row[key]) for key in columns} for row in csv.DictReader(file)]
+        if not all(math.isfinite(value) for row in rows for value in row.values()):
+            raise ValueError
     except OSError as error:
         raise UserError(f"--gamed {path}: {error.strerror}") from None
     except (KeyError, TypeError, ValueError, csv.Error):
@@ -104,15 +120,6 @@ def write_list(path, rows):
     utils.write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
-def markdown(header, rows):
-    """A Markdown table whose cells may hold any text."""
-    def line(cells):
-        texts = [str(c).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
-                 .replace("\r", "").replace("\n", "<br>") for c in cells]
-        return "| " + " | ".join(texts) + " |\n"
-    return line(header) + "|" + "---|" * len(header) + "\n" + "".join(map(line, rows))
-
-
 # --- responses ------------------------------------------------------------------------------------
 
 def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, temperature=0.0,
@@ -121,21 +128,15 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
 
     A prompt without text has no answer (""). One that leaves no room for the answer is refused.
     """
-    import tempfile
-
-    import curate
-    import data
-    from generate import generate
-
     rows = [{"prompt": p, "response": "."} for p in prompts]
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
-        found, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
-                                  max_length=2**31, max_prompt=2**31, cache_dir=folder)
-        encoded = {row["row_id"]: curate.prompt_of(row) for row in found}
-        ends = curate.end_tokens(found, tokenizer)
+        tokenised, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
+                                      max_length=2**31, max_prompt=2**31, cache_dir=folder)
+        encoded = {row["row_id"]: curate.prompt_of(row) for row in tokenised}
+        ends = curate.end_tokens(tokenised, tokenizer)
     longest = max(encoded, key=lambda i: len(encoded[i]))
     if len(encoded[longest]) + max_new_tokens > context:
         raise UserError(f"row {longest + 1} of the prompts: its {len(encoded[longest])} tokens and "
@@ -144,21 +145,31 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     written = generate(model, list(encoded.values()), [f"{seed} {i}" for i in encoded],
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
                        batch_size=batch_size, label="answers")
-    texts = {i: tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    chat = template is None and tokenizer.chat_template
+    end = "" if chat else data.split_template(template or data.TEMPLATE)[2]
+    texts = {i: answer_text(tokenizer.decode(tokens, skip_special_tokens=True), end)
              for i, (tokens, _) in zip(encoded, written, strict=True)}
     return [texts.get(i, "") for i in range(len(prompts))]
 
 
+def answer_text(text, end):
+    """What was written before `end`, the plain template's text behind the response.
+
+    The model has learned to close its answer with it; a file of answers must not show it. Its
+    whitespace in front may be written differently where the answer stops there.
+    """
+    marker = end.rstrip()
+    if marker:
+        text = text.split(marker, 1)[0].strip().removesuffix(marker.strip())
+    return text.strip()
+
+
 def generate_outputs(args):
     """AlpacaEval's outputs file for a run or a model."""
-    import contextlib
-
-    from eval import load_trained
-
     prompts = read_prompts(args.prompts)
-    sets = [row.get("dataset", "") for row in read_list(args.prompts, ())]
+    sets = [row.get("dataset") or "" for row in read_list(args.prompts, ())]
     model, tokenizer, run = load_trained(args.model, args.device)
-    template = args.template or (run and run.args.template)
+    template = args.template or (getattr(run.args, "template", None) if run else None)
     untuned = args.base and run is not None
     with model.disable_adapter() if untuned else contextlib.nullcontext():
         texts = respond(model, tokenizer, prompts, max_new_tokens=args.max_new_tokens,
@@ -166,8 +177,8 @@ def generate_outputs(args):
     name = args.name or (f"{run.name} (base)" if untuned else run.name if run else args.model)
     write_list(args.out, [{"instruction": p, "output": t, "generator": name, "dataset": d}
                           for p, t, d in zip(prompts, texts, sets, strict=True)])
-    print(f"{len(texts)} answers of {name}, {sum(map(len, texts)) / len(texts):.0f} characters on "
-          f"average, {sum(not t for t in texts)} empty: {args.out}")
+    print(f"{len(texts)} answers of {one_line(name)}, {sum(map(len, texts)) / len(texts):.0f} "
+          f"characters on average, {sum(not t for t in texts)} empty: {args.out}")
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -195,8 +206,6 @@ def logistic_regression(x, y, weights):
 
     x (n, k), y (n,), weights (n,), float64. A ridge of 1e-9 keeps the Hessian invertible.
     """
-    import torch
-
     beta = torch.zeros(x.shape[1], dtype=torch.float64)
     for _ in range(100):
         p = torch.sigmoid(x @ beta)
@@ -219,8 +228,6 @@ def length_controlled(annotations, gamed, strength=0.2):
     annotations must follow AlpacaEval's order of instructions: row i has index i, and all are
     there; one that was not judged has the preference None or NaN.
     """
-    import torch
-
     difficulty = {int(float(r["index"])): float(r["instruction_difficulty"]) for r in gamed}
     unique = {str(a.get("instruction", i)) for i, a in enumerate(annotations)}
     if not difficulty.keys() == set(range(len(annotations))) == set(range(len(unique))):
@@ -248,12 +255,10 @@ def length_controlled(annotations, gamed, strength=0.2):
 
 def rate(args):
     """Win rates of every model in a file of annotations or preferences, as a table."""
-    from eval import table
-
     rows = read_list(args.annotations, ("generator_2", "preference"))
     models, cells, results = {}, [], {}
     for row in rows:
-        reference = str(row.get("generator_1", "reference"))
+        reference = row.get("generator_1") or "reference"
         models.setdefault((row["generator_2"], reference), []).append(row)
     gamed = args.gamed and read_gamed(args.gamed)
     if gamed:  # the length-controlled win rate needs the answers, not the preferences alone
@@ -266,10 +271,11 @@ def rate(args):
         cells.append([model, reference, *(figures[k] for k in (
             "win_rate", "standard_error", "length_controlled_winrate", "discrete_win_rate",
             "n_wins", "n_draws", "n_wins_base", "n_total", "n_missing"))])
-    print(table(["model", "against", "win rate", "std. error", "length-contr.", "discrete", "wins",
-                 "draws", "losses", "n", "missing"], cells))
+    show_table(["model", "against", "win rate", "std. error", "length-contr.", "discrete", "wins",
+                "draws", "losses", "n", "missing"], cells)
     if not gamed:
-        print("length-controlled: needs AlpacaEval's df_gamed.csv (--gamed), see winrate.py")
+        print("length-controlled: needs AlpacaEval's df_gamed.csv (--gamed), see "
+              "evaluation/winrate.py")
     print("RESULT " + json.dumps(results))
 
 
@@ -282,9 +288,9 @@ def pairs_of(outputs, reference):
     if not shared:
         raise UserError("the outputs and the reference have no instruction in common")
     return [{"instruction": row["instruction"], "output_1": theirs[row["instruction"]]["output"],
-             "generator_1": theirs[row["instruction"]].get("generator", "reference"),
-             "output_2": row["output"], "generator_2": row.get("generator", "model"),
-             "dataset": row.get("dataset", ""), "preference": None} for row in shared]
+             "generator_1": theirs[row["instruction"]].get("generator") or "reference",
+             "output_2": row["output"], "generator_2": row.get("generator") or "model",
+             "dataset": row.get("dataset") or "", "preference": None} for row in shared]
 
 
 def judge_outputs(args):
@@ -312,7 +318,7 @@ def judge_outputs(args):
     line = (f"judged {done} of {len(pairs)} pairs: {counts['asked']} asked, {counts['cached']} "
             f"from the cache, {counts['equal']} equal, {counts['failed']} failed")
     if counts["failed"]:
-        line += f" ({counts['problem'][:120]}); the same command asks for these again"
+        line += f" ({one_line(counts['problem'], 120)}); the same command asks for these again"
     if done:
         figures = win_rate([pair["preference"] for pair in pairs])
         error = figures["standard_error"]
@@ -322,9 +328,9 @@ def judge_outputs(args):
 
 # --- the command line -----------------------------------------------------------------------------
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Win rate against a reference.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_commands(parser):
+    """generate, judge and rate as subcommands of `parser`."""
+    commands = parser.add_subparsers(dest="winrate_command", required=True)
     made = commands.add_parser("generate", help="answers of a run or model, AlpacaEval's format")
     add = made.add_argument
     add("model", metavar="RUN|MODEL")
@@ -363,15 +369,17 @@ def main(argv=None):
     made.add_argument("annotations")
     made.add_argument("--gamed", help="AlpacaEval's df_gamed.csv, for the length-controlled rate")
     made.set_defaults(call=rate)
-    args = parser.parse_args(argv)
+
+
+def run_winrate(args):
+    """`python eval.py winrate`: one of the three commands, after checks of single values."""
     for name in ("retries", "parallel", "max_new_tokens"):
         if getattr(args, name, 1) < (name != "retries"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: is too small")
+    read = ("model", "prompts", "outputs", "reference")
+    inputs = [getattr(args, name) for name in read if hasattr(args, name)]
     for name in ("out", "cache"):
         if getattr(args, name, None):
-            utils.make_parent(getattr(args, name))
+            check_output(getattr(args, name), *inputs)
+            inputs.append(getattr(args, name))
     args.call(args)
-
-
-if __name__ == "__main__":
-    utils.run(main)

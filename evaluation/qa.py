@@ -23,6 +23,9 @@ import numpy as np
 import torch
 
 import utils
+from evaluation.losses import load_trained
+from evaluation.runs import check_output, each_line
+from evaluation.texts import show_table
 from utils import UserError
 
 TASKS = Path(__file__).parent / "qa_tasks"
@@ -49,15 +52,16 @@ def local_file(folder, task):
     path = next((file for file in files if file.exists()), None)
     if path is None:
         raise UserError(f"{files[0]}: no such file (nor {files[1].name})")
-    for number, row in enumerate(utils.read_jsonl(path), 1):
-        label = row.get("label") if isinstance(row, dict) else None
-        if not (isinstance(label, int) and isinstance(row.get("question"), str)
-                and isinstance(row.get("choices"), list) and 0 <= label < len(row["choices"])):
-            raise UserError(f"{path} line {number}: a row needs question (text), choices (a list) "
-                            "and label (an index into choices)")
-        if task == "winogrande" and ("_" not in row["question"] or len(row["choices"]) != 2):
-            raise UserError(f"{path} line {number}: WinoGrande needs a sentence with _ and two "
-                            "choices")
+    for place, row in each_line(path):
+        row = row if isinstance(row, dict) else {}
+        label, choices = row.get("label"), row.get("choices")
+        if not (type(label) is int and isinstance(row.get("question"), str)
+                and isinstance(choices, list) and all(isinstance(c, str) for c in choices)
+                and 0 <= label < len(choices)):
+            raise UserError(f"{place}: a row needs question (text), choices (a list of texts) and "
+                            "label (an index into choices)")
+        if task == "winogrande" and ("_" not in row["question"] or len(choices) != 2):
+            raise UserError(f"{place}: WinoGrande needs a sentence with _ and two choices")
     return str(path.absolute())
 
 
@@ -110,20 +114,17 @@ def evaluate(model, tokenizer, tasks, local=None, limit=None, batch_size=8):
                             f"({first}); without a network pass --local FOLDER") from None
         finally:
             model.train(training)
-    found = {}
+    figures = {}
     for task in tasks:
         values = results["results"][task]
-        found[task] = {key: values.get(f"{name},none") for key, name in (
-            ("acc", "acc"), ("acc_stderr", "acc_stderr"), ("acc_norm", "acc_norm"),
-            ("acc_norm_stderr", "acc_norm_stderr"))}
-        found[task]["n"] = results["n-samples"][task]["effective"]
-    return found
+        figures[task] = {key: values.get(f"{key},none") for key in
+                         ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")}
+        figures[task]["n"] = results["n-samples"][task]["effective"]
+    return figures
 
 
-def main(args):
+def run_qa(args):
     """`python eval.py qa`: a table of accuracies with standard errors, and a RESULT line."""
-    from eval import load_trained, table
-
     tasks = [task for task in args.tasks.replace(" ", "").split(",") if task]
     if not tasks or len(set(tasks)) < len(tasks):
         raise UserError(f"--tasks {args.tasks}: name each task once, separated by commas")
@@ -131,14 +132,15 @@ def main(args):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     harness()  # both before the model is loaded
-    for task in tasks if args.local is not None else ():
-        local_file(args.local, task)
+    questions = [local_file(args.local, task) for task in tasks] if args.local is not None else []
+    if args.out:
+        check_output(args.out, args.runs, *questions)
     model, tokenizer, run = load_trained(args.runs, args.device)
     with model.disable_adapter() if args.base and run else contextlib.nullcontext():
-        found = evaluate(model, tokenizer, tasks, args.local, args.limit, args.batch_size)
+        figures = evaluate(model, tokenizer, tasks, args.local, args.limit, args.batch_size)
     print("zero-shot accuracy; chance is one over the number of choices")
-    print(table(["task", "acc", "± s.e.", "acc_norm", "± s.e.", "n"],
-                [[task, *values.values()] for task, values in found.items()]))
+    show_table(["task", "acc", "± s.e.", "acc_norm", "± s.e.", "n"],
+               [[task, *values.values()] for task, values in figures.items()])
     if args.out:
-        utils.write_atomic(args.out, json.dumps(found, indent=2) + "\n")
-    print("RESULT " + json.dumps(found))
+        utils.write_atomic(args.out, json.dumps(figures, indent=2) + "\n")
+    print("RESULT " + json.dumps(figures))
