@@ -17,8 +17,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import loading
+import models
 import utils
+from runtime import processes
 from utils import UserError
 
 # Plain letters, both named once, the order of the question: nothing for a judge to lean on.
@@ -104,8 +105,8 @@ class LocalJudge:
 
     def __init__(self, name, device="auto"):
         self.name = name
-        self.model = loading.load_model(name, utils.pick_device(device))
-        self.tokenizer, self.lock = loading.load_tokenizer(name), threading.Lock()
+        self.model = models.load_model(name, processes.pick_device(device))
+        self.tokenizer, self.lock = models.load_tokenizer(name), threading.Lock()
 
     def __call__(self, question):
         import torch

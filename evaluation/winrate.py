@@ -33,9 +33,10 @@ from pathlib import Path
 
 import torch
 
+import batches
 import curate
-import data
 import utils
+from data import tokens
 from evaluation import judge
 from evaluation.losses import load_trained
 from evaluation.runs import (
@@ -133,9 +134,9 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
-        tokenised, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
+        tokenised, _ = tokens.load_rows(str(source), tokenizer, name="prompts", template=template,
                                       max_length=2**31, max_prompt=2**31, cache_dir=folder)
-        encoded = {row["row_id"]: curate.prompt_of(row) for row in tokenised}
+        encoded = {row["row_id"]: batches.prompt_of(row) for row in tokenised}
         ends = curate.end_tokens(tokenised, tokenizer)
     longest = max(encoded, key=lambda i: len(encoded[i]))
     if len(encoded[longest]) + max_new_tokens > context:
@@ -146,7 +147,7 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
                        batch_size=batch_size, label="answers")
     chat = template is None and tokenizer.chat_template
-    end = "" if chat else data.split_template(template or data.TEMPLATE)[2]
+    end = "" if chat else tokens.split_template(template or tokens.TEMPLATE)[2]
     texts = {i: answer_text(tokenizer.decode(tokens, skip_special_tokens=True), end)
              for i, (tokens, _) in zip(encoded, written, strict=True)}
     return [texts.get(i, "") for i in range(len(prompts))]

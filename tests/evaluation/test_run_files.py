@@ -13,8 +13,7 @@ from conftest import listing, read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import save
 
-import eval_front as front
-import utils
+import eval as front
 from evaluation import plots, qa
 from evaluation.runs import read_result
 from utils import UserError
@@ -61,7 +60,7 @@ def call(tmp_path, monkeypatch, capfd):
                      str(tmp_path / "o.json")]
         capfd.readouterr()
         try:
-            utils.run(lambda: front.main(words))
+            command.run(lambda: front.main(words))
         except SystemExit as stop:
             assert stop.code == 2
             lines = capfd.readouterr().err.strip().splitlines()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, make_tokenizer
 
-import eval_front as front
+import eval as front
 import utils
 from evaluation import judge, winrate
 from evaluation.texts import markdown_table

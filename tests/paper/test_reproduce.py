@@ -131,7 +131,7 @@ def test_epochs_are_in_order_and_the_last_is_compared_with_the_first(here, monke
 
 def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch, capsys):
     """Right against wrong 2, the other way round 1, alike 1.5; no judge's command is printed."""
-    import winrate
+    from evaluation import winrate
 
     rows = corpus.make_rows(seed=0)["heldout"][:3]
     folder = here / "runs/toy/bds"
