@@ -9,9 +9,9 @@ from conftest import make_adapter, make_llama, make_neox
 
 import generate as module
 import logprobs
-from models import adapter, add_lora, add_twin, load_model
 from batches import pack
 from generate import folded, generate
+from models import adapter, add_lora, add_twin, load_model
 
 END = {0}
 
