@@ -118,7 +118,7 @@ def check_out(args):
 
 
 def open_levels(args):
-    """The rows as training reads them, and the tokenizer."""
+    """The rows as training reads them."""
     context = 2**31
     if args.model is None and not args.toy:  # no model is named, so no row is too long for it
         args.model, args.max_length, args.max_prompt = str(toy.MODEL), 2**30, 2**30
@@ -126,11 +126,10 @@ def open_levels(args):
         args.model = args.model or str(toy.MODEL)
         config = loading.load_config(args.model).get_text_config()
         context = getattr(config, "max_position_embeddings", None) or context
-    tokenizer = loading.load_tokenizer(args.model)
-    return common.load_levels(args, tokenizer, context), tokenizer
+    return common.load_levels(args, loading.load_tokenizer(args.model), context)
 
 
-def score_rows(args, levels, tokenizer):
+def score_rows(args, levels):
     """Scores of the lower rows, (N,), higher is better, and further columns of the output."""
     lower = levels.lower
     if args.method == "random":
@@ -149,21 +148,20 @@ def score_rows(args, levels, tokenizer):
                                args.four_bit)
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
-    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    ratios = scores.ifd(model, lower, start).double()
+    ratios = scores.ifd_ratios(model, lower)
     return scores.ifd_scores(ratios, args.ifd_order), {"ifd": ratios}
 
 
 def main(argv=None):
     args = parse_args(argv)
     started = time.perf_counter()
-    levels, tokenizer = open_levels(args)
+    levels = open_levels(args)
     lower = levels.lower
     if not round(args.keep_fraction * len(lower)):
         raise UserError(f"--keep-fraction {args.keep_fraction} of {len(lower)} rows keeps none")
     print(f"{args.method}: {len(lower)} lower rows" + (
         f", {len(levels.upper)} upper rows" if args.method in NEEDS_UPPER else ""), flush=True)
-    values, columns = score_rows(args, levels, tokenizer)
+    values, columns = score_rows(args, levels)
     if not torch.isfinite(values).all():
         bad = lower[int((~torch.isfinite(values)).nonzero()[0])]["row_id"]
         raise UserError(f"the {args.method} score of row_id {bad} is not finite; is the model "

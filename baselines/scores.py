@@ -3,23 +3,29 @@
     random   a seeded permutation
     length   characters of the response, longer is better (Zhao et al. 2024); no tokenizer enters
     loss     minus the base model's mean response loss: what the model finds odd comes last
-    ifd      Li et al. 2024: mean loss given the prompt / mean loss of the response alone
+    ifd      instruction-following difficulty, mean loss given the prompt / mean loss behind the
+             blank prompt: Li et al. 2024, s(A|Q) / s(A), as data_by_IFD.py of tianyi-lab/Cherry_LLM
+             computes it
 
 Deviations:
  1. IFD: low is best. Li et al. keep the *highest* ratios below 1, the hard rows of a set whose
     answers are right; rows at 1 and above, where the prompt does not help, are misaligned. In a
     noisy set wrong answers have high ratios on both sides of 1, so keeping the hard rows keeps the
     faults. `--ifd-order hard` is theirs: highest below 1 first, then the others.
- 2. IFD: the response alone follows the start (or end) token, so its first token counts too.
+ 2. IFD: s(A) stands behind the blank prompt, the whole template around an empty question; in
+    Cherry_LLM behind the template's last line, "### Response:". A bare start token ranks planted
+    faults worse: AUROC 0.593 against 0.674, on 4,000 Alpaca rows and a model of 6M parameters.
 """
 
 import torch
+from tqdm import tqdm
 
 import data
-from eval import row_losses, token_groups
-from logprobs import sequence_logprobs
+from curate import answer_row, empty_prompt, prompt_of, response_of
+from eval import row_losses
 
 TEXTS_AT_ONCE = 10_000
+ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
 
 
 def random_scores(num_rows, seed):
@@ -39,31 +45,28 @@ def loss_scores(model, rows):
     return -row_losses(model, rows, label="loss")[0].double()
 
 
-class ResponsesAlone:
-    """Tokenised rows without their prompts: a start token, then the trained tokens."""
+def blank_prompt(rows, sample=500):
+    """The template around an empty question: the tokens that all prompts share.
 
-    def __init__(self, rows, start):
-        self.rows, self.start = rows, start
-
-    def __getitem__(self, index):
-        row = self.rows[index]
-        response = [t for t, loss in zip(row["input_ids"], row["trained"], strict=True) if loss]
-        return {"input_ids": [self.start, *response], "trained": [0] + [1] * len(response)}
-
-
-@torch.no_grad()
-def ifd(model, rows, start):
-    """Instruction-following difficulty, (N,): mean loss given the prompt / mean loss without it.
-
-    start: id of the token in front of a response that stands alone.
+    Taken from some `sample` rows all over the file, because neighbours may ask alike.
     """
-    losses, _ = row_losses(model, rows, label="ifd: given the prompt")
-    alone = ResponsesAlone(data.tokens_only(rows), start)
-    without = []
-    for group in token_groups(alone, range(len(rows)), "ifd: response alone"):
-        logps, lengths = sequence_logprobs(model, data.pack(group, model.device))
-        without.append((-logps / lengths).cpu())
-    return losses / torch.cat(without).clamp_min(1e-6)
+    places = range(0, len(rows), max(1, len(rows) // sample))
+    return empty_prompt([prompt_of(row) for row in data.take(data.tokens_only(rows), places)])
+
+
+def ifd_ratios(model, rows):
+    """Instruction-following difficulty, (N,) float64: loss given the prompt / loss without it.
+
+    Both are means over response tokens, the end token included as in training. Without the prompt
+    means behind the blank one, so the template says "an answer begins here" in both.
+    """
+    given, _ = row_losses(model, rows, label="ifd: given the prompt")
+    tokens, blank, alone = data.tokens_only(rows), blank_prompt(rows), []
+    for start in tqdm(range(0, len(rows), ROWS_AT_ONCE), desc="ifd: behind the blank prompt",
+                      unit="block"):
+        block = data.take(tokens, range(start, min(start + ROWS_AT_ONCE, len(rows))))
+        alone.append(row_losses(model, [answer_row(blank, response_of(row)) for row in block])[0])
+    return given.double() / torch.cat(alone).double().clamp_min(1e-6)
 
 
 def ifd_scores(ratios, order):

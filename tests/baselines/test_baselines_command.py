@@ -30,7 +30,7 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
         theirs = common.load_levels(
             train_offline.parse_args([*words, "--seed", str(seed)]), tokenizer, 128)
         for method in ("dsir", "less"):
-            ours, _ = command.open_levels(
+            ours = command.open_levels(
                 command.parse_args([method, *words, "--seed", str(seed)]))
             for name, count in (("upper", 22), ("upper_heldout", 6)):
                 ids = list(getattr(ours, name)["row_id"])

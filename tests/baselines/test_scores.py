@@ -1,8 +1,12 @@
 """Random, length, loss and IFD scores against independent computations."""
 
+import itertools
+import re
+
 import numpy as np
+import pytest
 import torch
-from conftest import read_rows
+from conftest import WORDS, read_rows, write_rows
 
 import data
 import loading
@@ -25,21 +29,57 @@ def brute_loss(model, ids, trained):
     return torch.nn.functional.cross_entropy(logits[trained[1:]], ids[0, 1:][trained[1:]]).item()
 
 
-def test_loss_and_ifd_equal_the_models_own_logits(rank, files, folders, tmp_path):
+def test_loss_equals_the_models_own_logits(rank, files, folders, tmp_path):
     files = files(lower=15)
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
     model = loading.load_model(folders["llama"], torch.device("cpu"), "float64")
-    given, ratios = [], []
-    for row in rows:
-        response = [t for t, loss in zip(row["input_ids"], row["trained"], strict=True) if loss]
-        given.append(brute_loss(model, row["input_ids"], row["trained"]))
-        ratios.append(given[-1] / brute_loss(model, [0, *response], [0] + [1] * len(response)))
+    given = [brute_loss(model, row["input_ids"], row["trained"]) for row in rows]
     loss = rank("loss", files, dtype="float64")
     assert np.allclose(-loss.scores, given, atol=1e-9)
     assert loss.order == list(np.argsort(given, kind="stable"))
-    made = rank("ifd", files, dtype="float64")
+
+
+def shared_start(lists):
+    return [column[0] for column in itertools.takewhile(
+        lambda column: len({*column}) == 1, zip(*lists, strict=False))]
+
+
+BLANK = {"llama": r"User: ?\nAssistant:",
+         "neox": r"<\|im_start\|>user\n<\|im_end\|>\n<\|im_start\|>assistant\n"}
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_eq_ifd_by_the_models_own_logits(rank, folders, tmp_path, name, monkeypatch):
+    """log p(y) stands behind what all prompts share: the template around an empty question."""
+    monkeypatch.setattr(scores, "ROWS_AT_ONCE", 4)  # the last block is not a full one
+    path = write_rows(tmp_path / "rows.jsonl", [
+        {"prompt": f"{word} {number} {word}", "response": f"{word} stone {'river ' * number}."}
+        for number, word in enumerate(WORDS[:15])])
+    tokenizer, model = loading.load_tokenizer(folders[name]), loading.load_model(
+        folders[name], torch.device("cpu"), "float64")
+    rows = list(tokenised(folders[name], path, tmp_path / "cache"))
+    prompts = [row["input_ids"][:row["trained"].index(1)] for row in rows]
+    head = shared_start(prompts)
+    tail = shared_start([prompt[len(head):][::-1] for prompt in prompts])[::-1]
+    assert re.fullmatch(BLANK[name], tokenizer.decode(head + tail))
+    ratios = []
+    for row, prompt in zip(rows, prompts, strict=True):
+        answer = row["input_ids"][len(prompt):]
+        ratios.append(brute_loss(model, row["input_ids"], row["trained"]) / brute_loss(
+            model, [*head, *tail, *answer], [0] * len(head + tail) + [1] * len(answer)))
+    made = rank("ifd", {"lower": path}, model=folders[name], dtype="float64")
     assert np.allclose([row["ifd"] for row in made.rows], ratios, atol=1e-9)
     assert made.order == list(np.argsort(ratios, kind="stable"))
+
+
+def test_the_blank_prompt_of_a_sorted_file_is_the_templates(folders, tmp_path):
+    """The first hundred questions begin alike; rows from all over the file do not."""
+    path = write_rows(tmp_path / "rows.jsonl", [
+        {"prompt": f"red stone {n}" if n < 100 else f"blue {n}", "response": "x"}
+        for n in range(120)])
+    rows = tokenised(folders["llama"], path, tmp_path / "cache")
+    blank = loading.load_tokenizer(folders["llama"]).decode(scores.blank_prompt(rows, sample=10))
+    assert re.fullmatch(BLANK["llama"], blank)
 
 
 def test_ifd_orders():
