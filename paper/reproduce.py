@@ -1,6 +1,6 @@
 """The paper's tables and figures, one function each.
 
-The runtime table is bench.py's. The paper's QA results are pictures without values in its source,
+The runtime table is that of `python -m benchmarks table2`. The paper's QA results are pictures without values in its source,
 so there is nothing to print beside ours.
 """
 
@@ -9,6 +9,9 @@ import shlex
 import time
 from pathlib import Path
 
+from evaluation import winrate
+from evaluation.rankings import ranking_over_epochs
+from evaluation.runs import Run
 from paper.figures import line_figure
 from paper.plans import METHODS, SAFETY, chosen, execute, setting, words_of
 from paper.results import LOSSES, LOWER, RANKS, UPPER, store
