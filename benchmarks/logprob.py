@@ -71,6 +71,16 @@ def installed(name):
     return importlib.util.find_spec(name) is not None
 
 
+def peers(device):
+    """Names of the other libraries for "cuda" or "cpu": (those that are here, those that lack)."""
+    here = ["torch"] if hasattr(torch.nn.functional, "linear_cross_entropy") else []
+    names = ["torch"]
+    if device == "cuda":  # cutlass is what QuACK and Liger's CuTe kernels are written in
+        names += ["cut_cross_entropy", "liger_kernel", "cutlass", "quack"]
+        here += filter(installed, names[1:])
+    return here, [name for name in names if name not in here]
+
+
 def gradient_variants(problem, peers=True):
     """{name: callable} that each leave d sum(log p) / d hidden in `hidden.grad`."""
     hidden, head, targets = problem.hidden, problem.head, problem.targets

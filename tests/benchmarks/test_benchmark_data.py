@@ -16,7 +16,7 @@ def test_data(measured, tmp_path):
     assert entry["cache_bytes"] > 10_000
     if memory("RssAnon"):
         assert 0 < entry["anonymous_bytes"] < entry["resident_bytes"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json"]
 
 
 def test_generated_rows_differ(tmp_path):
