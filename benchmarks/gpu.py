@@ -33,7 +33,12 @@ def child(step, record, settings):
     os.setpgrp()  # what the step starts is killed with it
     from benchmarks import gpu_steps
 
-    record.content |= gpu_steps.environment(settings)
+    found = gpu_steps.environment(settings)
+    before = record.content.get("hardware", found["hardware"])
+    if before != found["hardware"]:
+        sys.exit(f"{record.path}: measured on {before}, this is {found['hardware']}; choose "
+                 "another --out")
+    record.content |= found
     gpu_steps.STEPS[step](record, settings)
     record.ended(True)
 
@@ -108,13 +113,13 @@ def run_step(step, folder, settings, method, seconds, limited):
 
 def bench_gpu(args):
     deadline = time.monotonic() + 60 * args.minutes - RESERVE
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU is not to touch it
-    if args.rehearse:  # before Triton is imported: it asks when a kernel is defined
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     for step in LIMITS:
         Record(folder, step, args.rehearse)  # refuses a file that is of something else
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU is not to touch it
+    if args.rehearse:  # before Triton is imported: it asks when a kernel is defined
+        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     from benchmarks import gpu_steps, gpu_summary
 
     settings = gpu_steps.settings_of(args)

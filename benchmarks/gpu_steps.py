@@ -6,6 +6,7 @@ Models are built from configurations with random weights: nothing is downloaded.
 
 import importlib.util
 import os
+import shlex
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -227,7 +228,8 @@ def table1_of(settings, method):
         raise NotMeasured("--model, --lower and --upper name no model and rows")
     if importlib.util.find_spec("datasets") is None:
         raise NotMeasured("datasets is not installed")
-    data = f"--model {settings.model} --lower {settings.lower} --upper {settings.upper}"
+    data = shlex.join(["--model", settings.model, "--lower", settings.lower, "--upper",
+                       settings.upper])
     reproduce.main(["table1", "--scale", "small", "--seeds", "1", "--workers", "1", "--name", "gpu",
                     "--only", method, "--data", data])
     found = read_result(Path("runs") / "gpu" / slug(method) / "seed-0")

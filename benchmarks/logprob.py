@@ -201,7 +201,7 @@ def first_calls(problem, variants, scoring):
     """
     results = {}
     for name, call in list(variants.items()):
-        made = []
+        made, problem.hidden.grad = [], None
         try:
             peak = peak_memory(lambda call=call, made=made: made.append(call(0)), problem.device)
         except Exception as error:  # a peer raises anything

@@ -5,10 +5,12 @@ The rehearsals run in processes of their own: Triton asks for its interpreter wh
 
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, python
 
+from benchmarks import gpu, gpu_steps
 from benchmarks.__main__ import main
 from benchmarks.gpu_record import NotMeasured, Record
 
@@ -165,6 +167,15 @@ def test_figures_and_rehearsals_do_not_mix(tmp_path, refused):
     (tmp_path / "steps.json").write_text("[1]")
     assert "not the file of a step" in refused(
         lambda: main(["gpu", "--rehearse", "--out", str(tmp_path)]))
+
+
+def test_figures_of_two_machines_do_not_mix(tmp_path, capfd):
+    settings = gpu_steps.settings_of(SimpleNamespace(
+        rehearse=True, out=tmp_path, model=None, lower=None, upper=None))
+    record = Record(tmp_path, "table2", True)
+    record.content["hardware"] = "NVIDIA A100"
+    assert gpu.run_process("fork", gpu.child, ("table2", record, settings), 60) == 1
+    assert "measured on NVIDIA A100, this is" in capfd.readouterr().err
 
 
 def test_bad_minutes(refused):
