@@ -242,6 +242,28 @@ def refused(capfd):
     return check
 
 
+@pytest.fixture
+def measured(tmp_path, capfd):
+    """measured("logprob", "--rounds", 2, ...) -> the saved results; `.text` is what was printed."""
+    from benchmarks.__main__ import main
+
+    def call(*words):
+        file = tmp_path / "bench.json"
+        main([*map(str, words), "--json", str(file)])
+        call.text = capfd.readouterr().out
+        report = json.loads(file.read_text())
+        assert report["benchmark"] == words[0]
+        assert report["command"].startswith(f"python -m benchmarks {words[0]}")
+        assert report["torch"] == torch.__version__ and report["hardware"] and report["date"]
+        return report["results"]
+    return call
+
+
+def is_spread(found):
+    """Asserts that it is {"median", "min", "max"} of positive numbers, in their order."""
+    assert 0 < found["min"] <= found["median"] <= found["max"]
+
+
 def listing(folder):
     """Every file below a folder, as sorted relative names."""
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")
