@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
-import common
-import data
-import loading
-import toy
+import models
+import options
+import ranking
 import utils
 from baselines import scores
 from baselines.dsir import dsir_scores
 from baselines.less import run_less
+from data import sets, sources
+from runtime import command, processes
+from toy import corpus
 from utils import UserError
 
 METHODS = ("random", "dsir", "less", "loss", "length", "ifd")
@@ -32,13 +34,12 @@ TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 12
 def add_shared_arguments(parser):
     """The flags of the training scripts that mean the same here."""
     training = argparse.ArgumentParser(add_help=False)
-    common.add_arguments(training)
+    options.add_arguments(training)
     shared = parser.add_argument_group("as in the training scripts (no --lower: the embedded toy)")
     for group in training._action_groups:
         for action in group._group_actions:
             if action.dest in SHARED or ((group.title or "").startswith("data")
-                                         and action.dest not in NOT_SHARED
-                                         and not action.dest.startswith("toy_")):
+                                         and action.dest not in NOT_SHARED):
                 shared._add_action(action)
             else:  # what reads these rows for training may ask for it
                 parser.set_defaults(**{action.dest: action.default})
@@ -48,6 +49,8 @@ def add_own_arguments(parser):
     """Where the ranking goes, and one group for each method that has settings."""
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--out", default="kept.jsonl", help="the ranking, one line a row")
+    parser.add_argument("--preset", choices=("toy",),
+                        help="the toy's model and settings, for rows that `python -m toy` wrote")
     add = parser.add_argument_group("dsir").add_argument
     add("--dsir-buckets", type=int, default=10_000, help="hash buckets of the n-grams")
     add("--dsir-min-words", type=int, default=0, help="shorter rows come last (the package: 100)")
@@ -77,8 +80,8 @@ def parse_args(argv=None):
     add_own_arguments(parser)
     first, _ = parser.parse_known_args(argv)
     toy_run = (first.lower, first.upper, first.model) == (None,) * 3
-    if toy_run:
-        parser.set_defaults(**TOY)
+    if toy_run or first.preset:
+        parser.set_defaults(model=str(corpus.MODEL), **TOY)
     args = parser.parse_args(argv)
     args.toy = toy_run
     check_args(args)
@@ -88,7 +91,7 @@ def parse_args(argv=None):
 
 def check_args(args):
     """`UserError` for a value that no method can have, or a source that this one lacks."""
-    utils.check_seed(args.seed)
+    options.check_seed(args.seed)
     for name in ("epochs", "batch", "micro_batch", "lora_rank", "dsir_buckets", "max_length"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
@@ -108,10 +111,10 @@ def check_out(args):
     out = Path(args.out)
     utils.make_parent(out)
     for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
-        source, split = getattr(args, name), getattr(args, f"{name.split('_')[0]}_split")
-        if not source or not Path(source).exists() or not out.exists():
+        source = getattr(args, name)
+        if not source or not out.exists() or not Path(source.split("@")[0]).exists():
             continue
-        if any(out.samefile(part) for part in data.find_parts(source, split)
+        if any(out.samefile(part) for part in sources.find_parts(source)
                if isinstance(part, Path)):
             raise UserError(f"--out {out}: holds the rows of --{name.replace('_', '-')}, which the "
                             "ranking would replace; give the name of another file")
@@ -121,12 +124,10 @@ def open_levels(args):
     """The rows as training reads them."""
     context = 2**31
     if args.model is None and not args.toy:  # no model is named, so no row is too long for it
-        args.model, args.max_length, args.max_prompt = str(toy.MODEL), 2**30, 2**30
+        args.model, args.max_length = str(corpus.MODEL), 2**30
     else:
-        args.model = args.model or str(toy.MODEL)
-        config = loading.load_config(args.model).get_text_config()
-        context = getattr(config, "max_position_embeddings", None) or context
-    return common.load_levels(args, loading.load_tokenizer(args.model), context)
+        context = models.context_length(models.load_config(args.model))
+    return sets.load_levels(args, models.load_tokenizer(args.model), context)
 
 
 def score_rows(args, levels):
@@ -144,7 +145,7 @@ def score_rows(args, levels):
         return values, {"log_weight": log_weights}
     if args.method == "less":
         return run_less(args, levels), {}
-    model = loading.load_model(args.model, utils.pick_device(args.device), args.dtype,
+    model = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
                                args.four_bit)
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
@@ -166,11 +167,11 @@ def main(argv=None):
         bad = lower[int((~torch.isfinite(values)).nonzero()[0])]["row_id"]
         raise UserError(f"the {args.method} score of row_id {bad} is not finite; is the model "
                         "sound in this --dtype?")
-    _, kept = common.write_ranking(args.out, lower, values, args.keep_fraction,
+    _, kept = ranking.write_ranking(args.out, lower, values, args.keep_fraction,
                                    {"score": values, **columns})
-    labels = common.label_metrics(lower, {args.method: values})
+    labels = ranking.label_metrics(lower, {args.method: values})
     if labels:
-        common.print_label_table(labels, {args.method: values})
+        ranking.print_label_table(labels, {args.method: values})
     print("RESULT " + json.dumps({
         "method": args.method, "seed": args.seed, "rows": len(lower), "kept": int(kept.sum()),
         "out": str(args.out), **labels, "time/seconds": round(time.perf_counter() - started, 2)}),
@@ -178,4 +179,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    utils.run(main)
+    command.run(main)

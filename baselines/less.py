@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file, save
 from tqdm import tqdm
 
-import data
-import loading
+import batches
+import models
 import utils
 from baselines.projection import project
-from eval import token_groups
+from batches import token_groups
+from data import sets
 from logprobs import sequence_logprobs
+from runtime import folder, processes
 from utils import UserError
 
 ROWS_AT_ONCE = 256  # gradients projected together and then written
@@ -51,7 +53,7 @@ def row_gradients(model, theta, rows):
 
     hooks = [layer.register_forward_hook(watch) for layer in model.modules()
              if hasattr(layer, "lora_A")]
-    batch = data.pack(rows, model.device)
+    batch = batches.pack(rows, model.device)
     try:
         logps, lengths = sequence_logprobs(model, batch)
         gradients = torch.autograd.grad((-logps / lengths).sum(), list(outputs.values()))
@@ -83,7 +85,7 @@ def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, l
     if all(file.exists() for file in files):
         return files
     count = max(1, round(fraction * len(rows)))
-    chosen = data.permutation(len(rows), seed, 0, stream=4)[:count]
+    chosen = batches.permutation(len(rows), seed, 0, stream=4)[:count]
     steps = math.ceil(count / batch)
     total, rising = steps * epochs, math.ceil(0.03 * steps * epochs)
     print(f"warm-up: {count} of {len(rows)} rows, {steps} steps of {batch} rows an epoch, "
@@ -91,11 +93,11 @@ def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, l
     optimizer = torch.optim.Adam(theta, lr=lr)
     progress = tqdm(total=total, desc="less: warm-up", unit="step")
     for epoch, file in enumerate(files):
-        order, rates = chosen[data.permutation(count, seed, epoch, stream=5)], []
+        order, rates = chosen[batches.permutation(count, seed, epoch, stream=5)], []
         for k in range(steps):
-            step, members = epoch * steps + k, data.take(rows, order[k * batch:][:batch])
+            step, members = epoch * steps + k, batches.take(rows, order[k * batch:][:batch])
             for start in range(0, len(members), micro_batch):
-                part = data.pack(members[start:start + micro_batch], model.device)
+                part = batches.pack(members[start:start + micro_batch], model.device)
                 logps, lengths = sequence_logprobs(model, part)
                 ((-logps / lengths).sum() / len(members)).backward()
             norm = torch.nn.utils.clip_grad_norm_(theta, 1.0)
@@ -135,7 +137,7 @@ def write_features(model, theta, rows, work, name, dim, seed, adam=None):
     at_once = max(1, min(ROWS_AT_ONCE, 2**28 // size))  # a gigabyte of gradients
     bar = tqdm(total=len(rows), initial=done, desc=f"less: {name}", unit="row", mininterval=1)
     for start in range(done, len(rows), at_once):
-        vectors, block = [], data.take(rows, range(start, min(start + at_once, len(rows))))
+        vectors, block = [], batches.take(rows, range(start, min(start + at_once, len(rows))))
         for part in token_groups(block, range(len(block))):
             vectors.append(row_gradients(model, theta, part))
             if adam is not None:
@@ -189,7 +191,7 @@ def less_scores(model, theta, lower, upper, groups, files, work, dim, seed):
 
 def rows_fingerprint(rows):
     """Changes with the content of the rows, their order or how they were tokenised."""
-    return utils.content_hash(*rows["hash"][:], *map(str, data.row_lengths(rows).tolist()))
+    return utils.content_hash(*rows["hash"][:], *map(str, sets.row_lengths(rows).tolist()))
 
 
 def model_fingerprint(model):
@@ -225,7 +227,7 @@ def open_work(args, model, levels):
               "data": {"model": model_fingerprint(model),
                        "lower rows": rows_fingerprint(levels.lower),
                        "upper rows": rows_fingerprint(levels.upper)}}
-    return utils.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
+    return folder.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
 
 
 def run_less(args, levels):
@@ -236,14 +238,14 @@ def run_less(args, levels):
             raise UserError("--upper-groups: the upper rows have no column kind; name it with "
                             "--upper-columns kind=...")
         groups = levels.upper["kind"][:]
-    utils.seed_everything(args.seed)
-    base = loading.load_model(args.model, utils.pick_device(args.device), args.dtype,
+    folder.seed_everything(args.seed)
+    base = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
                               args.four_bit)
     work = open_work(args, base, levels)
-    model = loading.add_lora(base, args.lora_rank, args.lora_alpha,
+    model = models.add_lora(base, args.lora_rank, args.lora_alpha,
                              checkpointing=args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
-    lower, upper = data.tokens_only(levels.lower), data.tokens_only(levels.upper)
+    lower, upper = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
     dim = projected_size(theta, args.project, len(lower) + len(upper), args.epochs, work)
     files = warm_up(model, theta, lower, work, fraction=args.warmup_fraction, epochs=args.epochs,
                     batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, seed=args.seed)

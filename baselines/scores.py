@@ -20,9 +20,9 @@ Deviations:
 import torch
 from tqdm import tqdm
 
-import data
-from curate import answer_row, empty_prompt, prompt_of, response_of
-from eval import row_losses
+import batches
+from batches import answer_row, prompt_of, response_of, row_losses
+from curate import empty_prompt
 
 TEXTS_AT_ONCE = 10_000
 ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
 
 def random_scores(num_rows, seed):
     """A seeded permutation, (N,) float64."""
-    return data.permutation(num_rows, seed, 0, stream=3).double()
+    return batches.permutation(num_rows, seed, 0, stream=3).double()
 
 
 def length_scores(rows):
@@ -51,7 +51,7 @@ def blank_prompt(rows, sample=500):
     Taken from some `sample` rows all over the file, because neighbours may ask alike.
     """
     places = range(0, len(rows), max(1, len(rows) // sample))
-    return empty_prompt([prompt_of(row) for row in data.take(data.tokens_only(rows), places)])
+    return empty_prompt([prompt_of(row) for row in batches.take(batches.tokens_only(rows), places)])
 
 
 def ifd_ratios(model, rows):
@@ -61,10 +61,10 @@ def ifd_ratios(model, rows):
     means behind the blank one, so the template says "an answer begins here" in both.
     """
     given, _ = row_losses(model, rows, label="ifd: given the prompt")
-    tokens, blank, alone = data.tokens_only(rows), blank_prompt(rows), []
+    tokens, blank, alone = batches.tokens_only(rows), blank_prompt(rows), []
     for start in tqdm(range(0, len(rows), ROWS_AT_ONCE), desc="ifd: behind the blank prompt",
                       unit="block"):
-        block = data.take(tokens, range(start, min(start + ROWS_AT_ONCE, len(rows))))
+        block = batches.take(tokens, range(start, min(start + ROWS_AT_ONCE, len(rows))))
         alone.append(row_losses(model, [answer_row(blank, response_of(row)) for row in block])[0])
     return given.double() / torch.cat(alone).double().clamp_min(1e-6)
 

@@ -17,7 +17,7 @@ import importlib
 import sys
 from pathlib import Path
 
-import utils
+from runtime import command
 from utils import UserError
 
 # command: (module, function, default of --rounds, help). A module is imported when it is wanted:
@@ -118,4 +118,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    utils.run(main)
+    command.run(main)

@@ -6,7 +6,6 @@ Each figure is of a process of its own, so that the memory it holds is its own.
 import argparse
 import contextlib
 import json
-import math
 import random
 import subprocess
 import sys
@@ -18,14 +17,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import common
-import data
-import loading
-import toy
+import batches
+import ranking
+import session
 import train_offline
 import utils
 from benchmarks.measure import finish, mebibytes, memory, ratio, shown, spread
+from data import sets
 from selector import Selector
+from toy import base, corpus
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,10 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 def write_generated(path, count):
     """`count` rows of toy-like text, about 100 characters each, every prompt its own."""
     rng = random.Random(0)
-    words = [wording for name in toy.CONTESTED for wording in toy.FAMILIES[name][3]]
+    words = [wording for name in corpus.CONTESTED for wording in corpus.FAMILIES[name][3]]
     with open(path, "w") as file:
         for number in tqdm(range(count), desc="writing rows", unit="row", delay=3, leave=False):
-            items = " ".join(rng.choices(toy.LETTERS + toy.DIGITS, k=8))
+            items = " ".join(rng.choices(corpus.LETTERS + corpus.DIGITS, k=8))
             file.write(f'{{"prompt": "{rng.choice(words)}, number {number}: {items}", '
                        f'"response": "{items[::-1]}"}}\n')
 
@@ -65,31 +65,29 @@ class Watch(threading.Thread):
 
 def measured_process(lower, upper, cache):
     """What train_offline.py does with its rows before and after training; one line of JSON."""
-    words = ["--lower", lower, "--upper", upper, "--model", str(toy.MODEL), "--cache-dir", cache,
-             "--template", toy.TEMPLATE.replace("Assistant:", "Assistant: {response}")]
+    words = ["--lower", lower, "--upper", upper, "--model", str(corpus.MODEL), "--cache-dir", cache,
+             "--template", base.TEMPLATE.replace("Assistant:", "Assistant: {response}")]
     options = train_offline.parse_args(words)
-    tokenizer, config = loading.load_tokenizer(options.model), loading.load_config(options.model)
     before, watch = memory("RssAnon"), Watch()
     watch.start()
     started = time.perf_counter()
     with contextlib.redirect_stdout(None):
-        levels = common.load_levels(options, tokenizer, config.max_position_embeddings)
-        loaded = time.perf_counter() - started
-        steps = math.ceil(len(levels.lower) / options.batch)
-        common.print_plan(options, levels, config, steps, steps * options.epochs)
-        common.run_config(options, levels, torch.device("cpu"), torch.float32)
+        run = session.plan(options)
+        levels, loaded = run.levels, time.perf_counter() - started
+        for rows in session.row_sets(levels).values():
+            sets.rows_hash(rows)
         selector = Selector(len(levels.lower), options.omega_lr, options.omega_optimizer)
-        order = data.permutation(len(levels.lower), options.seed, 0, stream=0)[:options.batch]
-        batch = data.pack(data.take(data.tokens_only(levels.lower), order))
+        order = batches.permutation(len(levels.lower), options.seed, 0, stream=0)[:options.batch]
+        batch = batches.pack(batches.take(batches.tokens_only(levels.lower), order))
         selector.weights(order)
         seconds = time.perf_counter() - started
-        common.write_ranking(Path(cache) / "weights.jsonl", levels.lower, selector.logits,
+        ranking.write_ranking(Path(cache) / "weights.jsonl", levels.lower, selector.logits,
                              options.keep_fraction, {"weight": selector.weights()})
-    ranking = time.perf_counter() - started - seconds
+    ranked = time.perf_counter() - started - seconds
     watch.stop()
     print(json.dumps({
         "rows": len(levels.lower), "tokens": levels.reports["lower"]["tokens"],
-        "load_seconds": loaded, "start_seconds": seconds, "ranking_seconds": ranking,
+        "load_seconds": loaded, "start_seconds": seconds, "ranking_seconds": ranked,
         "batch_tokens": len(batch["targets"]),
         "anonymous_bytes": watch.anonymous - before if before else None,
         "resident_bytes": watch.resident or None, "before_bytes": before}))
@@ -111,7 +109,7 @@ def figures(count, folder, rounds):
     with tempfile.TemporaryDirectory(dir=folder) as name:
         here = Path(name).resolve()
         write_generated(here / "lower.jsonl", count)
-        utils.write_jsonl(here / "upper.jsonl", toy.make_rows(num_lower=8)["upper"])
+        utils.write_jsonl(here / "upper.jsonl", corpus.make_rows(num_lower=8)["upper"])
         files = here / "lower.jsonl", here / "upper.jsonl", here / "cache"
         first = in_a_process(*files)
         warm = [in_a_process(*files) for _ in range(rounds)]

@@ -5,9 +5,9 @@ import contextlib
 import torch
 
 import generate
-import utils
 from benchmarks.measure import finish, measure, ratio, shown, spread
 from benchmarks.shapes import load
+from runtime import processes
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def compare(variants, rounds, device):
 
 
 def bench_generate(args):
-    device = utils.pick_device(args.device)
+    device = processes.pick_device(args.device)
     model, rows, _ = load(args, device, args.prompts)
     used_adapter(model)
     prompts = prompts_of(rows)

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import torch
 
-import toy
 from benchmarks import generation, logprob, step, table2
 from benchmarks.gpu_record import NotMeasured, Record
 from benchmarks.measure import hardware, measure
 from benchmarks.shapes import load_shape
+from toy import corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 FULL = {"device": "cuda", "rounds": 9, "step_rounds": 3, "batch": 32, "micro_batch": 8,
@@ -210,9 +210,9 @@ def text(record, settings):
         folder = Path(temporary) if settings.rehearse else ROOT / "runs" / "gpu"
         folder.mkdir(parents=True, exist_ok=True)
         if settings.rehearse:
-            made = toy.write(folder, num_lower=8, num_upper=4, num_heldout=2)
+            made = corpus.write(folder, num_lower=8, num_upper=4, num_heldout=2)
             settings.model, settings.lower, settings.upper = (
-                str(toy.MODEL), str(made["lower"]), str(made["upper"]))
+                str(corpus.MODEL), str(made["lower"]), str(made["upper"]))
         os.chdir(folder)  # the runs and the stored tables go here
         for method in methods:
             record.part(f"{settings.model and Path(settings.model).name}, {method}",
@@ -221,8 +221,9 @@ def text(record, settings):
 
 def table1_of(settings, method):
     import reproduce
-    from eval import read_result
-    from runs import slug
+
+    from evaluation.runs import read_result
+    from paper.running import slug
 
     if not (settings.model and settings.lower and settings.upper):
         raise NotMeasured("--model, --lower and --upper name no model and rows")

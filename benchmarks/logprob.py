@@ -14,7 +14,6 @@ import importlib.util
 import torch
 
 import logprobs
-import utils
 from benchmarks.measure import (
     finish,
     measure,
@@ -25,6 +24,7 @@ from benchmarks.measure import (
     shown,
     spread,
 )
+from runtime import processes
 
 CHECKED = 64  # rows compared with float64; more float64 logits would not fit
 
@@ -236,7 +236,7 @@ def compare(sizes, device, rounds, peers=True):
 
 
 def bench_logprob(args):
-    device = utils.pick_device(args.device)
+    device = processes.pick_device(args.device)
     sizes = args.sizes or ((16384, 4096, 128256) if device.type == "cuda" else (512, 256, 32000))
     results = compare(sizes, device, args.rounds)
     rows = []

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from eval import table
-from runs import cpu_name, save_results
+from paper.results import cpu_name, save_results
+from utils import table
 
 
 def synchronize(device):

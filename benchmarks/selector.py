@@ -6,8 +6,8 @@ more, which is the floor.
 
 import torch
 
-import utils
 from benchmarks.measure import finish, measure, milliseconds, ratio, shown, spread
+from runtime import processes
 from selector import Selector
 
 
@@ -35,7 +35,7 @@ def variants_of(num_rows, optimizer, device):
 
 
 def bench_selector(args):
-    device = utils.pick_device(args.device)
+    device = processes.pick_device(args.device)
     results, rows = {}, []
     for num_rows in args.sizes or (10**4, 10**5, 10**6, 10**7, 10**8):
         for optimizer in ("adam", "sgd"):

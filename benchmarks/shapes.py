@@ -6,10 +6,11 @@ import tempfile
 
 import torch
 
-import data
-import loading
+import batches
 import logprobs
-import toy
+import models
+from data import tokens
+from toy import corpus
 from utils import UserError
 
 SHAPES = {  # architectures by name, with random weights
@@ -55,7 +56,7 @@ def shaped_model(config, device, dtype, seed=0):
 def to_four_bit(model):
     """Every linear layer but the head becomes bitsandbytes' NF4 with double quantisation, in place.
 
-    What `loading.load_model` does with a file's weights, for weights that are in no file.
+    What `models.load_model` does with a file's weights, for weights that are in no file.
     """
     import bitsandbytes
 
@@ -99,7 +100,7 @@ def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=Fa
     base = shaped_model(config, device, default_dtype(device))
     if four_bit:
         base = to_four_bit(base)
-    return loading.add_lora(base, checkpointing=checkpointing), lower, upper
+    return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
 def load_files(lower, upper, source, device, count, vocabulary=None, checkpointing=False):
@@ -107,14 +108,14 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
 
     vocabulary: random weights of the model's shape with so many tokens in the head.
     """
-    source = source or str(toy.MODEL)
-    tokenizer, config = loading.load_tokenizer(source), loading.load_config(source)
+    source = source or str(corpus.MODEL)
+    tokenizer, config = models.load_tokenizer(source), models.load_config(source)
     with tempfile.TemporaryDirectory() as folder:
         if lower is None:
-            made = toy.write(folder)
+            made = corpus.write(folder)
             lower, upper = made["lower"], made["upper"]
         length = min(2048, config.max_position_embeddings)
-        levels = [[dict(row) for row in data.tokens_only(data.load_rows(
+        levels = [[dict(row) for row in batches.tokens_only(tokens.load_rows(
             str(file), tokenizer, name=name, limit=count, max_length=length, cache_dir=folder)[0])]
             for name, file in (("lower", lower), ("upper", upper))]
     if vocabulary:
@@ -124,9 +125,9 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
         config.vocab_size = vocabulary
         base = shaped_model(config, device, default_dtype(device))
     else:
-        base = loading.load_model(source, device)
+        base = models.load_model(source, device)
     lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in levels)
-    return loading.add_lora(base, checkpointing=checkpointing), lower, upper
+    return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
 def load(args, device, count):

@@ -7,14 +7,13 @@ theta^{k+1} (its extra forward is half a LoRA step's products), 1 with the loss 
 """
 
 import copy
-from types import SimpleNamespace
 
 import torch
 
 import logprobs
 import train_offline
 import train_online
-import utils
+from batches import row_losses
 from benchmarks.measure import (
     finish,
     measure,
@@ -27,7 +26,7 @@ from benchmarks.measure import (
 )
 from benchmarks.shapes import load
 from bmo_weights import MAX_LOG_RATIO
-from eval import row_losses
+from runtime import processes
 from selector import Selector
 
 RHO, GAMMA, CLIP = 0.5, 0.1, 1.0
@@ -43,15 +42,14 @@ def train_step(model, theta, optimizer, upper, lower, weights, micro_batch, num_
     lower: rows for train_offline.py, or one `train_online.Answers` a row for train_online.py.
     The only place that calls the scripts' own steps.
     """
-    settings = SimpleNamespace(micro_batch=micro_batch, micro_tokens=None, clip=CLIP,
-                               upper_loss="sft", ratio="sequence", num_answers=num_answers,
-                               max_log_ratio=MAX_LOG_RATIO)
+    limits = {"clip": CLIP, "micro_batch": micro_batch}
     if isinstance(lower[0], train_online.Answers):
         upper_losses, _, lower_losses, *_ = train_online.descend(
-            settings, model, theta, optimizer, upper, lower, weights, RHO)
+            model, theta, optimizer, upper, lower, weights, RHO, num_answers=num_answers,
+            weighing=("sequence", MAX_LOG_RATIO), **limits)
     else:
         upper_losses, lower_losses, _ = train_offline.descend(
-            settings, model, theta, optimizer, upper, lower, weights, RHO)
+            model, theta, optimizer, upper, lower, weights, RHO, **limits)
     return upper_losses, lower_losses
 
 
@@ -269,7 +267,7 @@ def batches_of(count, batch):
 
 
 def bench_step(args):
-    device = utils.pick_device(args.device)
+    device = processes.pick_device(args.device)
     batch = args.batch or (32 if device.type == "cuda" else 8)
     count = batch * args.rounds
     model, lower, upper = load(args, device, count)

@@ -3,11 +3,11 @@
 import math
 
 import generate
-import utils
 from benchmarks.generation import prompts_of
 from benchmarks.measure import finish, measure, spread
 from benchmarks.shapes import SHAPES, load_shape
 from benchmarks.step import step_variants
+from runtime import processes
 from utils import UserError
 
 PUBLISHED_HOURS = {  # H100 96 GB, Pythia-1b and Llama-3-8b (the paper's runtime table)
@@ -80,7 +80,7 @@ def beside_published(measured):
 def bench_table2(args):
     if args.model and args.model not in SHAPES:
         raise UserError(f"--model {args.model}: table2 knows " + ", ".join(SHAPES))
-    device = utils.pick_device(args.device)
+    device = processes.pick_device(args.device)
     measured = {}
     if device.type == "cuda" or args.model:
         measured = {shape: extrapolate(args, device, shape)

@@ -1,7 +1,7 @@
 """The paper's tables and figures, one function each.
 
-The runtime table is that of `python -m benchmarks table2`. The paper's QA results are pictures without values in its source,
-so there is nothing to print beside ours.
+The runtime table is that of `python -m benchmarks table2`. The paper's QA results are pictures
+without values in its source, so there is nothing to print beside ours.
 """
 
 import json

@@ -3,14 +3,14 @@
 import gzip
 import json
 
+import loading
 import pyarrow
 import pyarrow.parquet
 import pytest
+import recipes
 from conftest import listing, read_rows, write_rows
 
 import data
-import loading
-import recipes
 from utils import UserError
 
 

@@ -5,10 +5,10 @@ import shutil
 import pytest
 from conftest import flags, listing, read_rows, write_rows
 
-import common
-import loading
+import models
 import train_offline
 from baselines import __main__ as command
+from data import sets
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
     files, _ = preferences
     words = flags(**files, model=folders["llama"], upper_loss="dpo", heldout_rows=6,
                   cache_dir=tmp_path / "cache", out=tmp_path / "kept.jsonl")
-    tokenizer = loading.load_tokenizer(folders["llama"])
+    tokenizer = models.load_tokenizer(folders["llama"])
     for seed in range(3):
-        theirs = common.load_levels(
+        theirs = sets.load_levels(
             train_offline.parse_args([*words, "--seed", str(seed)]), tokenizer, 128)
         for method in ("dsir", "less"):
             ours = command.open_levels(
@@ -153,7 +153,7 @@ def test_a_ranking_made_without_a_model_fits_all(rank, files, train, folders, tm
         row["response"] += marker
     write_rows(files["lower"], lower)
     model = shutil.copytree(folders["llama"], tmp_path / "model")
-    tokenizer = loading.load_tokenizer(model)
+    tokenizer = models.load_tokenizer(model)
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.save_pretrained(model)
     made = rank("random", files, model=None, keep_fraction=1)

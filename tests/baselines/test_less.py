@@ -8,10 +8,11 @@ import torch
 from conftest import listing, make_llama, make_rows, read_rows, write_rows
 from safetensors.torch import load_file
 
-import data
-import loading
-import utils
+import batches
+import models
 from baselines import less, projection
+from data import tokens
+from runtime import folder
 
 LESS = {"epochs": 2, "warmup_fraction": 0.5, "lr": 1e-2, "batch": 4, "lora_rank": 2,
         "lora_alpha": 4}
@@ -54,8 +55,8 @@ def test_project_is_the_product_with_that_matrix():
 
 def brute_gradients(folder, checkpoint, rows, rank, alpha):
     """Per-row gradients by the model's own logits and .backward(), float64, (n, P)."""
-    base = loading.load_model(folder, torch.device("cpu"), "float64")
-    model = loading.add_lora(base, rank, alpha)
+    base = models.load_model(folder, torch.device("cpu"), "float64")
+    model = models.add_lora(base, rank, alpha)
     theta = [p for p in model.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float64 for p in theta)
     torch.nn.utils.vector_to_parameters(checkpoint, theta)
@@ -71,7 +72,7 @@ def brute_gradients(folder, checkpoint, rows, rank, alpha):
 
 
 def tokenised(folder, path, cache):
-    return data.load_rows(path, loading.load_tokenizer(folder), cache_dir=str(cache))[0]
+    return tokens.load_rows(path, models.load_tokenizer(folder), cache_dir=str(cache))[0]
 
 
 def test_less_score_equals_brute_force(rank, folders, tmp_path):
@@ -111,10 +112,10 @@ def test_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_path)
     made = rank("less", files, dtype="float64", **LESS | {"epochs": 1, "warmup_fraction": 0.4})
     state = load_file(f"{made.file}.less/warmup_0.safetensors")
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
-    chosen = data.permutation(10, 0, 0, stream=4)[:4].tolist()
-    utils.seed_everything(0)
-    base = loading.load_model(folders["llama"], torch.device("cpu"), "float64")
-    model = loading.add_lora(base, 2, 4)
+    chosen = batches.permutation(10, 0, 0, stream=4)[:4].tolist()
+    folder.seed_everything(0)
+    base = models.load_model(folders["llama"], torch.device("cpu"), "float64")
+    model = models.add_lora(base, 2, 4)
     start = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
     gradient = brute_gradients(folders["llama"], start, [rows[i] for i in chosen], 2, 4).mean(dim=0)
     gradient *= min(1.0, 1.0 / (gradient.norm().item() + 1e-6))

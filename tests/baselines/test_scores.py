@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import WORDS, read_rows, write_rows
 
-import data
-import loading
+import models
 from baselines import scores
+from data import tokens
 
 
 def spearman(a, b):
@@ -19,7 +19,7 @@ def spearman(a, b):
 
 
 def tokenised(folder, path, cache):
-    return data.load_rows(path, loading.load_tokenizer(folder), cache_dir=str(cache))[0]
+    return tokens.load_rows(path, models.load_tokenizer(folder), cache_dir=str(cache))[0]
 
 
 def brute_loss(model, ids, trained):
@@ -32,7 +32,7 @@ def brute_loss(model, ids, trained):
 def test_loss_equals_the_models_own_logits(rank, files, folders, tmp_path):
     files = files(lower=15)
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
-    model = loading.load_model(folders["llama"], torch.device("cpu"), "float64")
+    model = models.load_model(folders["llama"], torch.device("cpu"), "float64")
     given = [brute_loss(model, row["input_ids"], row["trained"]) for row in rows]
     loss = rank("loss", files, dtype="float64")
     assert np.allclose(-loss.scores, given, atol=1e-9)
@@ -55,7 +55,7 @@ def test_eq_ifd_by_the_models_own_logits(rank, folders, tmp_path, name, monkeypa
     path = write_rows(tmp_path / "rows.jsonl", [
         {"prompt": f"{word} {number} {word}", "response": f"{word} stone {'river ' * number}."}
         for number, word in enumerate(WORDS[:15])])
-    tokenizer, model = loading.load_tokenizer(folders[name]), loading.load_model(
+    tokenizer, model = models.load_tokenizer(folders[name]), models.load_model(
         folders[name], torch.device("cpu"), "float64")
     rows = list(tokenised(folders[name], path, tmp_path / "cache"))
     prompts = [row["input_ids"][:row["trained"].index(1)] for row in rows]
@@ -78,7 +78,7 @@ def test_the_blank_prompt_of_a_sorted_file_is_the_templates(folders, tmp_path):
         {"prompt": f"red stone {n}" if n < 100 else f"blue {n}", "response": "x"}
         for n in range(120)])
     rows = tokenised(folders["llama"], path, tmp_path / "cache")
-    blank = loading.load_tokenizer(folders["llama"]).decode(scores.blank_prompt(rows, sample=10))
+    blank = models.load_tokenizer(folders["llama"]).decode(scores.blank_prompt(rows, sample=10))
     assert re.fullmatch(BLANK["llama"], blank)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from batches import pack
 from benchmarks.shapes import load_shape, shape_config, shaped_model, to_four_bit
-from data import pack
 from logprobs import sequence_logprobs
 
 

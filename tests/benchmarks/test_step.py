@@ -5,10 +5,10 @@ import torch
 from conftest import is_spread, write_rows
 from torch.utils.flop_counter import FlopCounterMode
 
+from batches import pack
 from benchmarks.__main__ import main
 from benchmarks.shapes import load_shape
 from benchmarks.step import batches_of, compare, step_flops, tokens_of
-from data import pack
 from logprobs import sequence_logprobs
 
 STEPS = {"plain SFT", "BDS, loss at theta^k", "BDS, loss at theta^{k+1}", "online, R=10%, G=1",

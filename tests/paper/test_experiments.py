@@ -71,7 +71,8 @@ def test_the_toys_curated_sets_are_held_to_its_own_rows(curated_commands, here):
         for flag, name in (("--upper-heldout", "heldout"), ("--lower-heldout", "lower_heldout")):
             assert utils.read_jsonl(words[words.index(flag) + 1]) == corpus.make_rows(seed=0)[name]
     for words in raw:
-        assert utils.read_jsonl(words[words.index("--lower") + 1]) == corpus.make_rows(seed=0)["lower"]
+        assert utils.read_jsonl(words[words.index("--lower") + 1]) == corpus.make_rows(seed=0)[
+            "lower"]
     assert rewritten.count("--lower") == 1 and "--keep" not in rewritten
     assert rewritten[rewritten.index("--lower") + 1].endswith("curated.prompt-completion.jsonl")
 
