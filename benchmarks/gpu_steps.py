@@ -26,7 +26,7 @@ FULL = {"device": "cuda", "rounds": 9, "step_rounds": 3, "batch": 32, "micro_bat
         "shapes": ("llama3-8b", "pythia-1b"), "prompts": 256, "new_tokens": 512,
         "lower_tokens": 160, "upper_tokens": 400}
 TINY = {"device": "cpu", "rounds": 1, "step_rounds": 1, "batch": 2, "micro_batch": 2,
-        "sizes": ((33, 16, 1003), (16, 16, 300), (8, 8, 40)),
+        "sizes": ((33, 16, 1003), (16, 16, 300)),
         "shapes": ("tiny", "tiny-neox"), "prompts": 2, "new_tokens": 2,
         "lower_tokens": 16, "upper_tokens": 20}
 GROUPS = (1, 5)  # G of the online steps
@@ -183,11 +183,13 @@ def hours_of(settings, shape):
         raise NotMeasured("its steps or answers are not measured yet")
     seconds = {name: entry["seconds"]["median"] for name, entry in variants.items()
                if "seconds" in entry}
+    online = [step.online_name(group) for group in GROUPS]
+    if lacking := {*table2.MEASURED.values(), *online} - seconds.keys():
+        raise NotMeasured(f"no figure of {', '.join(sorted(lacking))}")
     # A step of B rows reads R B masked ones, each answered G times at the last refresh.
     masked = len(step.masked_rows(range(settings.batch)))
     whole = {}
-    for group in GROUPS:
-        name = step.online_name(group)
+    for group, name in zip(GROUPS, online, strict=True):
         alone = seconds[name]
         both = alone + masked * group * min(answers)
         trained = variants[name]["tokens_per_second"]["median"] * alone

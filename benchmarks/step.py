@@ -6,6 +6,7 @@ The floor of the bilevel step is 1 + T_lower / (2 (T_upper + T_lower)) of plain 
 theta^{k+1} (its extra forward is half a LoRA step's products), 1 with the loss at theta^k.
 """
 
+import contextlib
 import copy
 
 import torch
@@ -51,6 +52,18 @@ def train_step(model, theta, optimizer, upper, lower, weights, micro_batch, num_
         upper_losses, lower_losses, _ = train_offline.descend(
             model, theta, optimizer, upper, lower, weights, RHO, **limits)
     return upper_losses, lower_losses
+
+
+@contextlib.contextmanager
+def as_transformers_has_it(model):
+    """Torch's attention and PEFT's own LoRA layers; the packed forward puts our layers back."""
+    model.set_attn_implementation("sdpa")
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(logprobs.ATTENTION)
 
 
 def padded_losses(model, rows):
@@ -147,13 +160,8 @@ def step_variants(model, lower, upper, batches, micro_batch, groups=(1,)):
     def two_padded(turn):
         rows, low, up = take(turn)
         weights = selector.weights(torch.tensor(rows))
-        model.set_attn_implementation("sdpa")
-        for module in model.modules():  # PEFT's own LoRA; the packed forward puts ours back
-            vars(module).pop("forward", None)
-        try:
+        with as_transformers_has_it(model):
             return padded_step(padded, theta, optimizer, up, low, weights, micro_batch)
-        finally:
-            model.set_attn_implementation(logprobs.ATTENTION)
 
     return {"plain SFT": plain, "BDS, loss at theta^k": lambda t: bilevel(t, "current"),
             "BDS, loss at theta^{k+1}": lambda t: bilevel(t, "next"),
@@ -223,6 +231,8 @@ def compare(model, lower, upper, batches, micro_batch, rounds, device, groups=(1
     """({variant: its figures}, tokens of each round, product rate in FLOP/s) of one model."""
     variants = step_variants(model, lower, upper, batches, micro_batch, groups)
     peaks, losses, seconds = measured_steps(model, variants, rounds, device)
+    if "plain SFT" not in variants:  # what the others are compared with
+        raise torch.OutOfMemoryError(peaks["plain SFT"])
     rate = product_rate(device, model.get_input_embeddings().weight.dtype)
     flops = [step_flops(model, [level[i] for level in (lower, upper) for i in rows])
              for rows in batches]
