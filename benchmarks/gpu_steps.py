@@ -205,9 +205,9 @@ def hours_of(settings, shape):
 
 def text(record, settings):
     """The methods of Table 1, one seed, on the rows and model of the command line."""
-    import reproduce
+    from paper.reproduce import PUBLISHED
 
-    methods = ["mixing rho=1"] if settings.rehearse else list(reproduce.PUBLISHED["table1"])
+    methods = ["mixing rho=1"] if settings.rehearse else list(PUBLISHED["table1"])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if settings.rehearse else ROOT / "runs" / "gpu"
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,9 +222,8 @@ def text(record, settings):
 
 
 def table1_of(settings, method):
-    import reproduce
-
     from evaluation.runs import read_result
+    from paper.__main__ import main as run_paper
     from paper.running import slug
 
     if not (settings.model and settings.lower and settings.upper):
@@ -233,8 +232,8 @@ def table1_of(settings, method):
         raise NotMeasured("datasets is not installed")
     data = shlex.join(["--model", settings.model, "--lower", settings.lower, "--upper",
                        settings.upper])
-    reproduce.main(["table1", "--scale", "small", "--seeds", "1", "--workers", "1", "--name", "gpu",
-                    "--only", method, "--data", data])
+    run_paper(["table1", "--scale", "small", "--seeds", "1", "--workers", "1", "--name", "gpu",
+               "--only", method, "--data", data])
     found = read_result(Path("runs") / "gpu" / slug(method) / "seed-0")
     return {"result": {key: value for key, value in found.items()
                        if isinstance(value, (int, float, str))}}

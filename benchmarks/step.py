@@ -12,6 +12,7 @@ import copy
 import torch
 
 import logprobs
+import models
 import train_offline
 import train_online
 from batches import row_losses
@@ -56,7 +57,7 @@ def train_step(model, theta, optimizer, upper, lower, weights, micro_batch, num_
 
 @contextlib.contextmanager
 def as_transformers_has_it(model):
-    """Torch's attention and PEFT's own LoRA layers; the packed forward puts our layers back."""
+    """Torch's attention and PEFT's own LoRA layers, for a while."""
     model.set_attn_implementation("sdpa")
     for module in model.modules():
         vars(module).pop("forward", None)
@@ -64,6 +65,7 @@ def as_transformers_has_it(model):
         yield
     finally:
         model.set_attn_implementation(logprobs.ATTENTION)
+        models.speed_up_lora(model)
 
 
 def padded_losses(model, rows):

@@ -14,7 +14,7 @@ import models
 import options
 import utils
 from batches import mean_losses, row_losses
-from data import tokens
+from data import recipes, sets, tokens
 from evaluation.runs import (
     Run,
     check_entry,
@@ -109,7 +109,7 @@ def refined_rows(run, args, tokenizer):
         utils.write_jsonl(Path(folder) / "refined.jsonl", rows)
         return tokens.load_rows(
             f"{folder}/refined.jsonl", tokenizer, name="refined", template=args.template,
-            max_length=args.max_length, max_prompt=args.max_prompt, cache_dir=folder)[0]
+            max_length=args.max_length, cache_dir=folder)[0]
 
 
 def sets_of(run, args, tokenizer, context, rows=None):
@@ -118,17 +118,17 @@ def sets_of(run, args, tokenizer, context, rows=None):
     context: tokens that the model can read.
     """
     if rows:
-        sets = {"rows": tokens.load_rows(
-            rows, tokenizer, template=args.template, turns=args.turns, max_length=args.max_length,
-            max_prompt=args.max_prompt, cache_dir=args.cache_dir)[0]}
-        sets.check_lengths(sets["rows"], context, str(rows))
-        return sets
+        parts = {"rows": tokens.load_rows(
+            recipes.resolve(rows, args.cache_dir), tokenizer, template=args.template,
+            turns=args.turns, max_length=args.max_length, cache_dir=args.cache_dir)[0]}
+        sets.check_lengths(parts["rows"], context, str(rows))
+        return parts
     levels = sets.load_levels(args, tokenizer, context)
-    sets = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout,
+    parts = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout,
             "lower_refined": refined_rows(run, args, tokenizer)}
     if args.upper_loss == "sft":  # else pairs, whose loss is not that of a row
-        sets = {"upper_heldout": levels.upper_heldout} | sets
-    return {name: part for name, part in sets.items() if part is not None}
+        parts = {"upper_heldout": levels.upper_heldout} | parts
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def check_base(run, losses):

@@ -35,6 +35,7 @@ import torch
 
 import batches
 import curate
+import models
 import utils
 from data import tokens
 from evaluation import judge
@@ -130,12 +131,12 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     A prompt without text has no answer (""). One that leaves no room for the answer is refused.
     """
     rows = [{"prompt": p, "response": "."} for p in prompts]
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = models.context_length(model.config)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
         tokenised, _ = tokens.load_rows(str(source), tokenizer, name="prompts", template=template,
-                                      max_length=2**31, max_prompt=2**31, cache_dir=folder)
+                                         max_length=2**31, cache_dir=folder)
         encoded = {row["row_id"]: batches.prompt_of(row) for row in tokenised}
         ends = curate.end_tokens(tokenised, tokenizer)
     longest = max(encoded, key=lambda i: len(encoded[i]))

@@ -16,6 +16,7 @@ from safetensors.torch import save
 import eval as front
 from evaluation import plots, qa
 from evaluation.runs import read_result
+from runtime.command import run as run_command
 from utils import UserError
 
 
@@ -60,7 +61,7 @@ def call(tmp_path, monkeypatch, capfd):
                      str(tmp_path / "o.json")]
         capfd.readouterr()
         try:
-            command.run(lambda: front.main(words))
+            run_command(lambda: front.main(words))
         except SystemExit as stop:
             assert stop.code == 2
             lines = capfd.readouterr().err.strip().splitlines()

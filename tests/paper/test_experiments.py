@@ -34,7 +34,7 @@ def curated_commands(here, monkeypatch):
     monkeypatch.setattr(experiments, "execute", lambda args, methods, folder, also_rank: {
         name: [folder / name / "result.json"] for name in (*methods, *also_rank)})
     monkeypatch.setattr(experiments, "budget_of", lambda folder: 100)
-    monkeypatch.setattr(experiments.compare, "keep", lambda *_: None)
+    monkeypatch.setattr(experiments, "rethreshold", lambda *_: None)
 
     def commands(*words):
         plans = []

@@ -5,10 +5,9 @@ import shlex
 
 import pytest
 from conftest import read_rows
-from planned_commands import TOY_PRESET, parse_command
+from planned_commands import parse_command
 
 import eval as evaluation
-import options
 import train_offline
 import train_online
 from paper import plans, reproduce
@@ -20,8 +19,6 @@ from toy import corpus
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for presets in (options.PRESETS, train_online.PRESETS):
-        monkeypatch.setitem(presets, "toy", TOY_PRESET)
     return tmp_path
 
 
