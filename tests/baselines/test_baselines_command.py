@@ -23,7 +23,7 @@ def preferences(files, tmp_path):
 
 def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp_path):
     files, _ = preferences
-    words = flags(**files, model=folders["llama"], upper_loss="dpo", heldout_rows=6,
+    words = flags(**files, model=folders["llama"], upper_loss="dpo",
                   cache_dir=tmp_path / "cache", out=tmp_path / "kept.jsonl")
     tokenizer = models.load_tokenizer(folders["llama"])
     for seed in range(3):
@@ -32,7 +32,7 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
         for method in ("dsir", "less"):
             ours = command.open_levels(
                 command.parse_args([method, *words, "--seed", str(seed)]))
-            for name, count in (("upper", 22), ("upper_heldout", 6)):
+            for name, count in (("upper", 26), ("upper_heldout", 2)):
                 ids = list(getattr(ours, name)["row_id"])
                 assert ids == list(getattr(theirs, name)["row_id"])
                 assert len(ids) == count and not {4, 9} & {*ids}
@@ -70,7 +70,7 @@ def test_without_a_model_no_row_is_dropped_for_its_length(rank, files):
     rows[2]["prompt"] = "stone " * 4000
     write_rows(files["lower"], rows)
     assert len(rank("length", files, model=None).rows) == 6
-    assert len(rank("length", files, max_prompt=64).rows) == 5
+    assert len(rank("length", files, max_length=64).rows) == 5
 
 
 def test_known_labels_are_reported_by_kind(rank):

@@ -74,7 +74,7 @@ def test_a_second_call_goes_on_where_the_first_was_cut_off(tmp_path):
     assert found["generation"]["cut_off"] == {"tiny, dynamic cache": 1}
     assert all(part["tokens_per_second"] > 0 for part in parts["generation"].values())
     assert parts["table2"]["tiny"]["failed"] and parts["table2"]["tiny-neox"]["hours"]["BDS"] > 0
-    assert parts["text"]["toy_model, mixing rho=1"]["result"]["upper_heldout"] > 0
+    assert parts["text"]["model, mixing rho=1"]["result"]["upper_heldout"] > 0
     assert parts["tests"]["tests/test_cuda.py"]["exit_code"] == 0
     for part in parts["logprob"].values():
         for kernel in ("here, torch", "here, triton"):  # the kernel through the interpreter

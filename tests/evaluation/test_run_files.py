@@ -173,7 +173,7 @@ def test_arguments_of_a_run_are_those_of_the_flags(files, train, refused):
     run = train(files(), epochs=1)
     config = json.loads((run.out / "config.json").read_text())
     for name, value in (("max_length", "long"), ("turns", "none"), ("lora_rank", [1]),
-                        ("toy_noise", {}), ("dtype", "float99"), ("model", None)):
+                        ("lr", {}), ("dtype", "float99"), ("model", None)):
         (run.out / "config.json").write_text(json.dumps(
             config | {"args": config["args"] | {name: value}}))
         line = refused(lambda: front.main(["losses", str(run.out)]))
