@@ -375,7 +375,7 @@ def main(argv=None):
     add("--key-variable", default="OPENAI_API_KEY", help="environment variable with the key")
     add("--cache", help="verdicts on disk (OUT.cache.jsonl)")
     add("--parallel", type=int, default=4, help="questions at a time")
-    add("--timeout", type=float, default=60.0, help="seconds")
+    add("--timeout", type=float, default=60.0, help="seconds for a whole reply")
     add("--retries", type=int, default=5)
     add("--wait", type=float, default=1.0, help="seconds before the first retry, then doubled")
     add("--price-in", type=float, default=0.0, help="per million tokens, for the estimate")
