@@ -201,17 +201,17 @@ def model_fingerprint(model):
         for name, p in model.named_parameters()))
 
 
-def projected_size(theta, project, num_rows, epochs, work):
+def projected_size(theta, limit, num_rows, epochs, work):
     """D, numbers a gradient is projected to, said with the disk it needs.
 
-    project: D at most, 0 for no projection; num_rows: of both levels.
+    limit: D at most (--project), 0 for no projection; num_rows: of both levels.
     """
     size = sum(p.numel() for p in theta)
-    if not project or size <= project:
+    if not limit or size <= limit:
         dim, how = size, "projection skipped: " + (
-            f"no longer than --project {project}" if project else "switched off")
+            f"no longer than --project {limit}" if limit else "switched off")
     else:
-        dim, how = project, f"projected to {project}"
+        dim, how = limit, f"projected to {limit}"
     width = 8 if theta[0].dtype == torch.float64 else 2
     print(f"less: the gradient has {size} numbers, {how}; features in {work}: {num_rows} rows x "
           f"{dim} x {width} bytes x {epochs} checkpoints = "

@@ -26,7 +26,6 @@ import contextlib
 import csv
 import json
 import math
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -284,15 +283,43 @@ def rate(args):
 # --- judging --------------------------------------------------------------------------------------
 
 def pairs_of(outputs, reference):
-    """Annotations without preference, of instructions that both have, in the outputs' order."""
-    theirs = {row["instruction"]: row for row in reference}
-    shared = [row for row in outputs if row["instruction"] in theirs]
-    if not shared:
+    """Annotations without preference, of instructions that both have, in the outputs' order.
+
+    An instruction that stands in both files twice is judged twice, first with first. What has no
+    partner, and what is doubled, is said by number.
+    """
+    theirs, pairs, alone = {}, [], []
+    for number, row in enumerate(reference, 1):
+        theirs.setdefault(row["instruction"], []).append((number, row))
+    for number, row in enumerate(outputs, 1):
+        if not theirs.get(row["instruction"]):
+            alone.append(number)
+            continue
+        _, other = theirs[row["instruction"]].pop(0)
+        pairs.append({
+            "instruction": row["instruction"], "output_1": other["output"],
+            "generator_1": other.get("generator") or "reference", "output_2": row["output"],
+            "generator_2": row.get("generator") or "model",
+            "dataset": row.get("dataset") or "",
+            "preference": None})
+    if not pairs:
         raise UserError("the outputs and the reference have no instruction in common")
-    return [{"instruction": row["instruction"], "output_1": theirs[row["instruction"]]["output"],
-             "generator_1": theirs[row["instruction"]].get("generator") or "reference",
-             "output_2": row["output"], "generator_2": row.get("generator") or "model",
-             "dataset": row.get("dataset") or "", "preference": None} for row in shared]
+    left = sorted(number for rows in theirs.values() for number, _ in rows)
+    say_rows("outputs have no answer in the reference and are not judged", alone, outputs)
+    say_rows("answers of the reference have no output and are not used", left, reference)
+    for name, rows in (("outputs", outputs), ("reference", reference)):
+        seen = set()
+        say_rows(f"rows of the {name} repeat an instruction", [
+            number for number, row in enumerate(rows, 1)
+            if row["instruction"] in seen or seen.add(row["instruction"])], rows)
+    return pairs
+
+
+def say_rows(what, numbers, rows):
+    """A warning that names rows of a file by number, counted from one; none for no rows."""
+    if numbers:
+        print(f"warning: {len(numbers)} of {len(rows)} {what}: rows "
+              + ", ".join(map(str, numbers[:20])) + (" ..." if len(numbers) > 20 else ""))
 
 
 def judge_outputs(args):
@@ -302,6 +329,8 @@ def judge_outputs(args):
     name = args.local or args.judge
     if not args.local and not (args.url and args.judge):
         raise UserError("judge: give --url and --judge for an endpoint, or --local MODEL")
+    if not args.local:
+        judge.check_url(args.url)
     cache = judge.Cache(args.cache or f"{args.out}.cache.jsonl")
     print(judge.estimate(pairs, cache, name, args.price_in, args.price_out), flush=True)
     if args.estimate:
@@ -309,11 +338,8 @@ def judge_outputs(args):
     if args.local:
         judged = judge.LocalJudge(args.local, args.device)
     else:
-        key = os.environ.get(args.key_variable)
-        if not key:
-            raise UserError(f"{args.key_variable} is not set: the judge's key is read from the "
-                            "environment (any text for a local server that asks for none)")
-        judged = judge.Endpoint(args.url, args.judge, key, args.timeout, args.retries, args.wait)
+        judged = judge.Endpoint(args.url, args.judge, judge.read_key(args.key_variable),
+                                args.timeout, args.retries, args.wait)
     counts = judge.judge_pairs(pairs, judged, cache, 1 if args.local else args.parallel)
     write_list(args.out, pairs)
     done = sum(pair["preference"] is not None for pair in pairs)
@@ -358,7 +384,7 @@ def add_commands(parser):
     add("--key-variable", default="OPENAI_API_KEY", help="environment variable with the key")
     add("--cache", help="verdicts on disk (OUT.cache.jsonl)")
     add("--parallel", type=int, default=4, help="questions at a time")
-    add("--timeout", type=float, default=60.0, help="seconds")
+    add("--timeout", type=float, default=60.0, help="seconds for a whole reply")
     add("--retries", type=int, default=5)
     add("--wait", type=float, default=1.0, help="seconds before the first retry, then doubled")
     add("--price-in", type=float, default=0.0, help="per million tokens, for the estimate")

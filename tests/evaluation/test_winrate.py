@@ -281,7 +281,7 @@ def serve():
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch, capfd):
-    """judged(server, pairs, **flags) -> (annotations, text) of `winrate.py judge`."""
+    """judged(server, pairs, **flags) -> (annotations, text) of `eval.py winrate judge`."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def call(server, pairs, *flags):
