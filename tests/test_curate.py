@@ -376,7 +376,7 @@ def exported(row, layout):
 
 @pytest.mark.parametrize("layout", curate.FORMATS)
 def test_export(online, files, tmp_path, monkeypatch, layout):
-    """Kept or rewritten rows in rank order with the recommended response; data.py reads them back.
+    """Kept or rewritten rows in rank order with the recommended response; data/ reads them back.
 
     The rule is bent to recommend every other refined answer: all four kinds of row occur."""
     choices = itertools.cycle(("refined", "original"))
