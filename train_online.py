@@ -60,8 +60,9 @@ from utils import UserError, content_hash
 import torch
 
 # Beside the defaults below, which are the published ones of the quality task.
-PRESETS = {name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
-           for name, values in options.PRESETS.items()}
+PRESETS = options.PRESETS | {
+    name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
+    for name, values in options.PRESETS.items() if name != "toy"}
 
 
 def parse_args(argv=None):

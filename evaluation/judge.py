@@ -291,8 +291,7 @@ class LocalJudge:
             raise UserError(f"{self.name}: its tokenizer does not tell the replies A and B apart; "
                             "choose another judge")
         ids, (a, b) = both[0][:place], (tokens[place] for tokens in both)
-        config = self.model.config.get_text_config()
-        room = getattr(config, "max_position_embeddings", None) or 2**31
+        room = models.context_length(self.model.config)
         if len(ids) > room:
             return None, f"{len(ids)} tokens are more than the judge's context of {room}"
         with self.lock, torch.no_grad():

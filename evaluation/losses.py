@@ -162,7 +162,7 @@ def measure_losses(folder, rows=None, out=None, device="auto"):
     args = training_arguments(run)
     if args.adapter:
         load_start(model, args.adapter)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = models.context_length(model.config)
     lines, values, cells = [], {}, []
     for name, part in sets_of(run, args, tokenizer, context, rows).items():
         tuned, lengths = row_losses(model, part, label=name)

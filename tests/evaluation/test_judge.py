@@ -289,7 +289,7 @@ def write(tmp_path, name, rows):
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """command(outputs, reference, url, *flags): `eval.py winrate judge` on lists of pairs of texts."""
+    """command(outputs, reference, url, *flags): `eval.py winrate judge` on pairs of texts."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY + "\n")
 
     def call(outputs, reference, url, *flags):
