@@ -1,7 +1,6 @@
 """eval.py: losses against plain forwards and real generation, rankings against pair counting."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import data
 import eval as evaluation
 import logprobs
 from eval import auroc, exact_match, mean_losses, ranking_metrics, row_losses
-from utils import UserError
 
 # --- rankings -------------------------------------------------------------------------------------
 
@@ -151,52 +149,9 @@ def test_eq_exact_match_is_greedy_generation(rows, models):
     assert exact_match(packed, datasets.Dataset.from_list(made[::3])) == 0.0
 
 
-def test_losses_of_a_model_without_a_stated_context(files, train, monkeypatch, capfd):
-    """Its configuration may lack max_position_embeddings: then any length will do."""
-    run, load = train(files(), epochs=1), evaluation.load_trained
-
-    def unstated(*arguments):
-        model, tokenizer, made = load(*arguments)
-        vars(model.config)["max_position_embeddings"] = None
-        return model, tokenizer, made
-
-    monkeypatch.setattr(evaluation, "load_trained", unstated)
-    evaluation.main(["losses", str(run.out)])
-    evaluation.main(["losses", str(run.out), "--rows", write_rows(
-        run.out / "other.jsonl", make_rows(3, seed=5))])
-    assert "lower_original" in capfd.readouterr().out
-
-
-def test_losses_of_a_run_that_began_with_an_adapter(files, train, adapters, tmp_path, refused):
-    """Before is with that adapter on, as the run itself measured it."""
-    from conftest import copy_tree
-
-    start = copy_tree(adapters["llama"], tmp_path / "start")
-    run = train(files(lower_heldout=5), epochs=1, lr=0.01, adapter=start)
-    evaluation.main(["losses", str(run.out)])
-    found = json.loads((run.out / "losses.json").read_text())
-    for key in ("base/upper_heldout", "base/lower_heldout", "upper_heldout", "lower_heldout"):
-        assert found[key] == pytest.approx(run.result[key], abs=1e-6)
-    base = torch.tensor([w["base_loss"] for w in run.weights]).mean().item()
-    assert found["base/lower_original"] == pytest.approx(base, abs=1e-6)
-    start.rename(tmp_path / "elsewhere")
-    line = refused(lambda: evaluation.main(["losses", str(run.out)]))
-    assert "start: the adapter that the run began with cannot be loaded" in line
-
-
 # --- tables and results ---------------------------------------------------------------------------
 
 def test_table_aligns_and_rounds():
     text = evaluation.table(["name", "x"], [["a", 1.23456], ["long name", None], ["b", 3]])
     assert text.splitlines() == ["name            x", "-----------------", "a          1.2346",
                                  "long name       -", "b               3"]
-
-
-def test_read_result(tmp_path):
-    with pytest.raises(UserError, match=r"no result\.json"):
-        evaluation.read_result(tmp_path)
-    (tmp_path / "result.json").write_text('{"a": ')
-    with pytest.raises(UserError, match="not valid JSON"):
-        evaluation.read_result(tmp_path)
-    (tmp_path / "result.json").write_text(json.dumps({"a": 1.5}))
-    assert evaluation.read_result(tmp_path) == {"a": 1.5}

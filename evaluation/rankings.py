@@ -1,0 +1,109 @@
+"""What the rankings of a run say: another threshold, and how both ends move over the epochs."""
+
+from pathlib import Path
+
+import torch
+
+import utils
+from evaluation.runs import check_output, read_ranking
+from evaluation.texts import one_line, show_table
+from ranking import auroc
+from utils import UserError
+
+# --- another threshold ----------------------------------------------------------------------------
+
+def rethreshold(source, fraction, out=None):
+    """Write kept.jsonl: the best `fraction` of a ranking file (or a run's), by rank.
+
+    Returns one line: how many rows are kept, and of every known kind of fault the share dropped.
+    """
+    if not 0 < fraction <= 1:
+        raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
+    source = Path(source)
+    if source.is_dir():
+        source = next((source / f"{n}.jsonl" for n in ("weights", "curated")
+                       if (source / f"{n}.jsonl").exists()), source / "weights.jsonl")
+    out = Path(out) if out else source.with_name("kept.jsonl")
+    if out.is_dir() or (out.exists() and out.samefile(source)):
+        raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")
+    check_output(out, source, source.parent)
+    rows = read_ranking(source)
+    limit = round(fraction * len(rows))
+    if not any(row["rank"] <= limit for row in rows):
+        raise UserError(f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept")
+    utils.write_jsonl(out, [{"row_id": row["row_id"], "hash": row["hash"], "rank": row["rank"],
+                             "kept": row["rank"] <= limit} for row in rows])
+    dropped = {}
+    for row in rows:
+        if row.get("bad"):
+            dropped.setdefault(row.get("kind") or "bad", []).append(row["rank"] > limit)
+    parts = [f"kept {sum(row['rank'] <= limit for row in rows)} of {len(rows)} rows: {out}"]
+    parts += [f"{one_line(kind)}: {sum(own) / len(own):.0%} of {len(own)} dropped"
+              for kind, own in sorted(dropped.items())]
+    return "; ".join(parts)
+
+
+# --- over the epochs ------------------------------------------------------------------------------
+
+def ranking_ends(run, share=0.1):
+    """{group: {epoch: (top, bottom)}}: positions of the best and worst `share`, best row first.
+
+    Groups: all; masked and unmasked for an online run, whose masked rows are ranked by the model's
+    own answers. Positions are those of omega and of `run.rows`.
+    """
+    count = len(next(iter(run.omegas.values()))) if run.omegas else 0
+    groups = {"all": torch.arange(count)}
+    if run.labelled and "masked" in run.rows[0]:
+        masked = torch.tensor([row["masked"] for row in run.rows])
+        groups = {"unmasked": (~masked).nonzero().flatten(), "masked": masked.nonzero().flatten()}
+    ends = {}
+    for group, members in groups.items():
+        size = max(1, round(share * len(members)))
+        for epoch, omega in run.omegas.items() if len(members) else ():
+            order = members[omega[members].argsort(descending=True, stable=True)]
+            ends.setdefault(group, {})[epoch] = order[:size], order[-size:]
+    return ends
+
+
+def ranking_over_epochs(run, share=0.1):
+    """How the top and bottom `share` of the rows move (the paper's analysis of the ranking).
+
+    [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous, top_last,
+    auroc}]: mean response lengths in tokens; overlap of the top (bottom) with that of the epoch
+    before and with the last one's top, as shares.
+    """
+    first = run.rows[0] if run.labelled else {}
+    lengths = torch.tensor([r["length"] for r in run.rows]).double() if "length" in first else None
+    bad = torch.tensor([r["bad"] for r in run.rows]) if "bad" in first else None
+    rows = []
+    for group, epochs in ranking_ends(run, share).items():
+        before, last = None, set(epochs[max(epochs)][0].tolist())
+        members = torch.arange(len(next(iter(run.omegas.values()))))
+        if group != "all":
+            members = torch.tensor([r["masked"] == (group == "masked") for r in run.rows]).nonzero()
+            members = members.flatten()
+        for epoch, (top, bottom) in epochs.items():
+            now, size = (set(top.tolist()), set(bottom.tolist())), len(top)
+            rows.append({
+                "epoch": epoch, "group": group, "rows": size,
+                "top_length": None if lengths is None else lengths[top].mean().item(),
+                "bottom_length": None if lengths is None else lengths[bottom].mean().item(),
+                "top_previous": None if before is None else len(now[0] & before[0]) / size,
+                "bottom_previous": None if before is None else len(now[1] & before[1]) / size,
+                "top_last": len(now[0] & last) / size,
+                "auroc": None if bad is None else auroc(run.omegas[epoch][members], bad[members])})
+            before = now
+    return rows
+
+
+def print_rankings(runs):
+    keys = ("epoch", "group", "rows", "top_length", "bottom_length", "top_previous",
+            "bottom_previous", "top_last", "auroc")
+    cells = [[run.name, *(row[key] for key in keys)]
+             for run in runs for row in ranking_over_epochs(run)]
+    if not cells:
+        raise UserError(f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
+                        "selector or has not finished an epoch")
+    print("top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
+          "and with the last")
+    show_table(["run", *keys], cells)

@@ -1,0 +1,153 @@
+"""Seeds in one row, runs of different data, and where the tables are written."""
+
+import json
+import math
+import re
+
+import pytest
+from fabricated import fabricate
+
+import eval as front
+from evaluation import answers, losses, report
+from evaluation.comparison import comparison_rows, student_t
+from evaluation.runs import Run
+
+
+@pytest.mark.parametrize("freedom, value", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764),
+                                            (5, 2.5706), (7, 2.3646), (9, 2.2622), (29, 2.0452)])
+def test_student_t_quantiles(freedom, value):
+    assert student_t(freedom) == pytest.approx(value, abs=1e-3)
+
+
+def test_compare_groups_seeds_by_hand(tmp_path, capfd):
+    """Losses 0.1, 0.2, 0.6: mean 0.3, std 0.2646, half width 4.3027 std / sqrt(3)."""
+    runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, upper=(1, loss))
+            for seed, loss in enumerate((0.1, 0.2, 0.6))]
+    runs.append(fabricate(tmp_path / "mix", method="mix", upper=(1, 0.4)))
+    front.main(["compare", *map(str, runs), "--json", str(tmp_path / "c.json")])
+    rows = json.loads((tmp_path / "c.json").read_text())
+    assert [(r["name"], r["n"]) for r in rows] == [("bds", 3), ("mix", 1)]
+    std = math.sqrt((0.04 + 0.01 + 0.09) / 2)
+    half = 4.3027 * std / math.sqrt(3)
+    assert rows[0]["upper_heldout"] == pytest.approx(
+        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half})
+    assert rows[1]["upper_heldout"] == {"mean": 0.4, "std": None, "low": None, "high": None}
+    assert rows[0]["upper_heldout_per_token"]["mean"] == pytest.approx(0.31)
+    text = capfd.readouterr().out
+    assert "0.3000 ± 0.2646" in text and f"[{0.3 - half:.4f}, {0.3 + half:.4f}]" in text
+    assert "sequence mean" in text and "token mean" in text
+
+
+def test_bad_input_is_one_line(tmp_path, refused):
+    good, other = fabricate(tmp_path / "good"), fabricate(
+        tmp_path / "other", args={"upper_heldout": "elsewhere.jsonl"})
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"data": {"upper_heldout": "c"}}))
+    empty, unfinished = tmp_path / "empty", fabricate(tmp_path / "half", finished=False)
+    empty.mkdir()
+    for command in ("compare", "report"):
+        line = refused(lambda c=command: front.main([c, str(good), str(other)]))
+        assert "different data" in line and "held.jsonl" in line and "elsewhere.jsonl" in line
+        assert "no config.json" in refused(lambda c=command: front.main([c, str(empty)]))
+    assert "has not finished" in refused(lambda: front.main(["compare", str(unfinished)]))
+    (unfinished / "metrics.jsonl").unlink()
+    assert "no metrics.jsonl" in refused(lambda: front.main(["report", str(unfinished)]))
+    assert "is a folder" in refused(lambda: front.main(
+        ["report", str(good), "--out", str(tmp_path)]))
+    for file in (unfinished / "weights").iterdir():
+        file.unlink()
+    assert "no weights/epoch" in refused(lambda: front.main(["ranking", str(unfinished)]))
+    (good / "config.json").write_text("{")
+    assert "not a run's configuration" in refused(lambda: front.main(["report", str(good)]))
+
+
+def test_rows_edited_in_place_are_other_data(tmp_path, refused):
+    """Equal arguments do not do: the rows' own hashes tell, but for seeds and a --keep."""
+    def run(name, seed=0, data=(), **args):
+        folder = fabricate(tmp_path / name, seed=seed, args=args)
+        config = json.loads((folder / "config.json").read_text())
+        config["data"] |= dict(data)
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    first, again = run("first"), run("again")
+    edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
+                                                                  keep="k")
+    front.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),
+                     kept])
+    other_seed = run("other", 1, {"upper_heldout": "z"})
+    for runs in ((first, edited), (other_seed, first, edited)):
+        line = refused(lambda r=runs: front.main(["compare", *r]))
+        assert "different data (the rows of upper_heldout changed between them)" in line
+    assert "of lower changed" in refused(lambda: front.main(
+        ["compare", first, run("changed", data={"lower": "x"})]))
+
+
+def test_runs_are_compared_on_the_sets_that_both_have(tmp_path, capfd, refused):
+    def run(name, held_out=None):
+        folder = fabricate(tmp_path / name, args={"lower_heldout": held_out, "method": name})
+        config = json.loads((folder / "config.json").read_text())
+        config["data"] |= {"lower_heldout": held_out} if held_out else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    without, clean, other = run("without"), run("clean", "c.jsonl"), run("other", "d.jsonl")
+    front.main(["compare", without, clean])
+    assert re.search(r"^clean +1 +0\.3000", capfd.readouterr().out, re.M)
+    assert "lower_heldout: c.jsonl and d.jsonl" in refused(
+        lambda: front.main(["compare", without, clean, other]))
+
+
+def test_a_place_to_write_is_made_before_the_work(tmp_path, monkeypatch, refused):
+    run, file = str(fabricate(tmp_path / "run")), tmp_path / "file"
+    file.write_text("")
+    for number, words in enumerate((
+            ["compare", run, "--json"], ["report", run, "--out"],
+            ["keep", run, "--keep-fraction", "0.5", "--out"])):
+        front.main([*words, str(tmp_path / f"new{number}" / "deep" / "out.html")])
+        assert (tmp_path / f"new{number}" / "deep" / "out.html").exists()
+
+    def work(*_):
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(losses, "load_trained", work)
+    monkeypatch.setattr(answers, "side_by_side", work)
+    monkeypatch.setattr(front, "comparison_rows", work)
+    monkeypatch.setattr(report, "page", work)
+    for words in (["losses", run, "--out"], ["answers", run, "--prompt", "x", "--out"],
+                  ["compare", run, "--json"], ["report", run, "--out"],
+                  ["keep", run, "--keep-fraction", "0.5", "--out"]):
+        line = refused(lambda w=words: front.main([*w, str(file / "out.html")]))
+        assert f"{file / 'out.html'}: its folder cannot be made" in line
+        assert re.search("is (the ranking itself or )?a folder", refused(
+            lambda w=words: front.main([*w, str(tmp_path)])))
+
+
+def test_every_figure_of_losses_is_compared(tmp_path, capfd):
+    """`eval.py losses` adds lower_refined, as a mean over sequences and over tokens."""
+    run = fabricate(tmp_path / "run")
+    (run / "losses.json").write_text(json.dumps({
+        "lower_refined": 0.25, "lower_refined_per_token": 0.75, "base/lower_refined": 9.0}))
+    row = comparison_rows([Run(run)])[0]
+    assert (row["lower_refined"]["mean"], row["lower_refined_per_token"]["mean"]) == (0.25, 0.75)
+    front.main(["compare", str(run)])
+    assert "0.7500" in capfd.readouterr().out.split("token mean")[1]
+
+
+def test_names_cannot_steer_a_terminal_or_pad_a_table(tmp_path, capfd):
+    """Folders and kinds of faults are named by others."""
+    run = fabricate(tmp_path / "run\x1b[2J\u202e*x*", kinds=("clean", "\x1b]0;cut" + "z" * 50_000))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(
+        result | {"weight/auroc/" + "z" * 50_000: 0.5, "weight/recall/\x1b[2J**bold**": 0.5}))
+    capfd.readouterr()
+    for words in (["compare", str(run)], ["ranking", str(run)],
+                  ["keep", str(run), "--keep-fraction", "0.5", "--out", str(tmp_path / "kept")]):
+        front.main(words)
+        out = capfd.readouterr().out
+        assert "\x1b" not in out and "\u202e" not in out and len(out) < 3_000
+    front.main(["report", str(run), "--out", str(tmp_path / "out.html")])
+    table = (tmp_path / "out.md").read_text()
+    assert "\x1b" not in table and "\u202e" not in table and len(table) < 3_000
+    assert "\\*x\\*" in table and "\\*\\*bold\\*\\*" in table
+    assert "z" * 100 not in (tmp_path / "out.html").read_text()

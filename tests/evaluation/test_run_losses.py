@@ -1,0 +1,105 @@
+"""Losses before and after training, against what the run itself measured."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import make_rows, read_rows, write_rows
+from fabricated import make_page
+from safetensors.torch import save_file
+
+import eval as front
+from batches import row_losses
+from data import tokens
+from evaluation import losses
+from evaluation.comparison import comparison_rows
+from evaluation.runs import Run
+
+
+def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, capfd, refused):
+    """After: result.json's numbers. Before: those saved before the first step. Row by row too."""
+    run = train(files(lower_heldout=5), epochs=1, lr=0.01)
+    out = tmp_path / "rows.jsonl"
+    front.main(["losses", str(run.out), "--out", str(out)])
+    found = json.loads((run.out / "losses.json").read_text())
+    for key in ("upper_heldout", "upper_heldout_per_token", "lower_heldout", "lower_original"):
+        assert found[key] == pytest.approx(run.result[key], abs=1e-6)
+    base = torch.tensor([w["base_loss"] for w in run.weights]).mean().item()
+    assert found["base/lower_original"] == pytest.approx(base, abs=1e-6)
+    rows = [r for r in read_rows(out) if r["set"] == "lower_original"]
+    assert {r["row_id"]: (r["hash"], r["length"]) for r in rows} == {
+        w["row_id"]: (w["hash"], w["length"]) for w in run.weights}
+    by_id = {w["row_id"]: w for w in run.weights}
+    for row in rows:
+        assert row["base_loss"] == pytest.approx(by_id[row["row_id"]]["base_loss"], abs=1e-5)
+        assert row["loss"] == pytest.approx(by_id[row["row_id"]]["final_loss"], abs=1e-5)
+    assert "sequence mean" in capfd.readouterr().out
+
+    _, text = make_page(tmp_path, run.out)  # the first screen now knows the loss before
+    assert f"{found['base/upper_heldout']:.4f} before training" in text
+
+    front.main(["losses", str(run.out), "--rows", write_rows(
+        tmp_path / "other.jsonl", make_rows(6, seed=77))])
+    assert re.search(r"^rows +6 ", capfd.readouterr().out, re.M)
+
+    broken = tmp_path / "broken"
+    shutil.copytree(run.out, broken)
+    save_file({"losses": torch.zeros(12)}, broken / "weights" / "base_losses.safetensors")
+    (broken / "losses.json").unlink()
+    assert "have changed since the run" in refused(lambda: front.main(["losses", str(broken)]))
+    assert not (broken / "losses.json").exists()
+
+
+def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp_path):
+    """The kept rows with the refined answer where it was recommended, scored by hand."""
+    from transformers import AutoTokenizer
+
+    run = online(files(lower=20, upper=20), epochs=1)
+    write_rows(run.out / "curated.jsonl", [e | {
+        "refined": "red", "recommended": ("refined", "undecided", "original")[n % 3]}
+        for n, e in enumerate(run.curated)])
+    front.main(["losses", str(run.out)])
+    found = json.loads((run.out / "losses.json").read_text())["lower_refined"]
+    model, _, made = losses.load_trained(str(run.out))
+    rows = [{"prompt": e["prompt"], "response": "red" if n % 3 == 0 else e["response"]}
+            for n, e in enumerate(run.curated) if e["kept"]]
+    rows, _ = tokens.load_rows(write_rows(tmp_path / "hand.jsonl", rows),
+                             AutoTokenizer.from_pretrained(made.args.model),
+                             cache_dir=tmp_path / "hand")
+    assert found == pytest.approx(row_losses(model, rows)[0].mean().item(), abs=1e-6)
+    assert comparison_rows([Run(run.out)])[0]["lower_refined"]["mean"] == found
+
+
+def test_losses_of_a_model_without_a_stated_context(files, train, monkeypatch, capfd):
+    """Its configuration may lack max_position_embeddings: then any length will do."""
+    run, load = train(files(), epochs=1), losses.load_trained
+
+    def unstated(*arguments):
+        model, tokenizer, made = load(*arguments)
+        vars(model.config)["max_position_embeddings"] = None
+        return model, tokenizer, made
+
+    monkeypatch.setattr(losses, "load_trained", unstated)
+    front.main(["losses", str(run.out)])
+    front.main(["losses", str(run.out), "--rows", write_rows(
+        run.out / "other.jsonl", make_rows(3, seed=5))])
+    assert "lower_original" in capfd.readouterr().out
+
+
+def test_losses_of_a_run_that_began_with_an_adapter(files, train, adapters, tmp_path, refused):
+    """Before is with that adapter on, as the run itself measured it."""
+    from conftest import copy_tree
+
+    start = copy_tree(adapters["llama"], tmp_path / "start")
+    run = train(files(lower_heldout=5), epochs=1, lr=0.01, adapter=start)
+    front.main(["losses", str(run.out)])
+    found = json.loads((run.out / "losses.json").read_text())
+    for key in ("base/upper_heldout", "base/lower_heldout", "upper_heldout", "lower_heldout"):
+        assert found[key] == pytest.approx(run.result[key], abs=1e-6)
+    base = torch.tensor([w["base_loss"] for w in run.weights]).mean().item()
+    assert found["base/lower_original"] == pytest.approx(base, abs=1e-6)
+    start.rename(tmp_path / "elsewhere")
+    line = refused(lambda: front.main(["losses", str(run.out)]))
+    assert "start: the adapter that the run began with cannot be loaded" in line
