@@ -281,6 +281,9 @@ def test_what_was_found_is_stored():
     rows = re.findall(r"^\| [^|]+ \| (\d of \d \([^)]+\)) \| (\d of \d \([^)]+\)) \|$",
                       part("What was found"), re.MULTILINE)
     assert rows == expected
+    for name in ("top k by BDS", "raw set"):
+        losses = [run["upper_heldout"] for run in stored("toy_curated")["results"][name]]
+        assert f"{sum(losses) / len(losses):.3f}" in part("What was found")
 
 
 def test_speeds_are_stored():
