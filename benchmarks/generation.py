@@ -82,8 +82,8 @@ def bench_generate(args):
     model, rows, _ = load(args, device, args.prompts)
     used_adapter(model)
     prompts = prompts_of(rows)
-    results = compare_answers(generation_variants(model, prompts, args.max_new_tokens, args.generation_batch),
-                      args.rounds, device)
+    variants = generation_variants(model, prompts, args.max_new_tokens, args.generation_batch)
+    results = compare_answers(variants, args.rounds, device)
     rows = [[name, shown(entry["tokens_per_second"]), shown(entry["ratio_to_as_it_is"]),
              f"{round(entry['equal_answers'] * len(prompts))}/{len(prompts)}"]
             for name, entry in results.items()]

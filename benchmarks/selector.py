@@ -39,8 +39,8 @@ def bench_selector(args):
     results, rows = {}, []
     for num_rows in args.sizes or (10**4, 10**5, 10**6, 10**7, 10**8):
         for optimizer in ("adam", "sgd"):
-            seconds = time_variants(selector_variants(num_rows, optimizer, device), args.rounds, device,
-                              f"selector, {num_rows} rows")
+            seconds = time_variants(selector_variants(num_rows, optimizer, device), args.rounds,
+                                    device, f"selector, {num_rows} rows")
             spreads = {name: spread(values) for name, values in seconds.items()}
             entry = results[f"{num_rows} {optimizer}"] = {
                 "seconds": spreads,

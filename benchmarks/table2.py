@@ -49,8 +49,8 @@ def extrapolate(args, device, shape):
                                      args.gradient_checkpointing)
     batches = [list(range(i, i + batch)) for i in range(0, count, batch)]
     variants = step_variants(model, lower, upper, batches, args.micro_batch)
-    seconds = time_variants({key: variants[name] for key, name in MEASURED.items()}, args.rounds, device,
-                      f"steps, {shape}")
+    seconds = time_variants({key: variants[name] for key, name in MEASURED.items()}, args.rounds,
+                            device, f"steps, {shape}")
     answering = time_variants({"answers": lambda _: generate.generate(
         model, prompts_of(lower), [str(i) for i in range(count)],
         max_new_tokens=args.max_new_tokens, temperature=0.8, end_ids=[0],
