@@ -16,11 +16,13 @@ import itertools
 import json
 import random
 import re
+import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sources import read_part
+from data.cache import file_hash
+from data.sources import parse_json, path_exists, read_part
 from utils import UserError, content_hash, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
@@ -182,12 +184,13 @@ class Picked:
 def read_gzip(file):
     """Rows of a compressed file: one list of objects, or an object a line."""
     try:
-        with gzip.open(file, "rt", encoding="utf-8") as text:
-            content = text.read()
-        return json.loads(content) if content.lstrip().startswith("[") else [
-            json.loads(line) for line in content.split("\n") if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
+        with gzip.open(file, "rb") as unpacked:
+            content = unpacked.read()
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: not a valid jsonl.gz file ({error})") from None
+    return parse_json(content, file) if content.lstrip().startswith(b"[") else [
+        parse_json(line, f"{file} line {number}")
+        for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
 # --- finding and building -------------------------------------------------------------------------
@@ -220,13 +223,12 @@ def resolve(source, cache_dir=".cache"):
     An existing file or folder of that name comes first. Built once for the same source files.
     """
     name, _, folder = str(source).partition(":")
-    if name not in RECIPES or Path(source).exists():
+    if name not in RECIPES or path_exists(source):
         return source
     recipe, *sources = RECIPES[name]
     files = [source_files(hub, pattern, folder) for hub, pattern in sources]
     stamp = content_hash(Path(__file__).read_text(), *(
-        f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-        for group in files for file in group))
+        file_hash(file) for group in files for file in group))
     target = Path(cache_dir) / "recipes" / f"{name}-{stamp}.jsonl"
     if target.exists():
         return target
