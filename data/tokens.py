@@ -286,7 +286,7 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
 
 
 def _numbered(rows, report, columns, present):
-    """(place, row) -> (row_id, place, row), counted; adds the labels that a row has to `present`."""
+    """(place, row) -> (row_id, place, row), counted; labels that rows have go into `present`."""
     labels = [(label, columns.get(label, label)) for label in LABELS]  # they may start late
     for row_id, (place, row) in enumerate(rows):
         report["rows_in_source"] += 1
