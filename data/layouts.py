@@ -35,22 +35,23 @@ def parse_columns(columns):
     """`"prompt=question,response=answer"` or a dict -> a dict from our name to the source's."""
     if not columns:
         return {}
-    if isinstance(columns, str):
-        pairs = [pair.partition("=") for pair in columns.split(",")]
-        if not all(ours.strip() and theirs.strip() for ours, _, theirs in pairs):
-            raise UserError(f"--lower-columns or --upper-columns {columns}: write name=column "
-                            "pairs separated by commas, such as prompt=question,response=answer")
-        pairs = [(ours.strip(), theirs.strip()) for ours, _, theirs in pairs]
-        for names in zip(*pairs, strict=True):
-            if doubled := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"--lower-columns or --upper-columns: {doubled[0]!r} stands there "
-                                f"twice on one side of the =; a column has one meaning")
-        columns = dict(pairs)
+    flags = "--lower-columns or --upper-columns"
+    if isinstance(columns, dict):
+        pairs = list(columns.items())
+    else:
+        pairs = [tuple(map(str.strip, pair.split("=", 1))) for pair in columns.split(",")]
+        if not all(len(pair) == 2 and all(pair) for pair in pairs):
+            raise UserError(f"{flags} {columns}: write name=column pairs separated by commas, such "
+                            "as prompt=question,response=answer")
+    for names in zip(*pairs, strict=True):
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{flags}: {doubled[0]!r} stands there twice on one side of the =; "
+                            "every column has one meaning")
+    columns = dict(pairs)
     unknown = [ours for ours in columns if ours not in COLUMNS]
     if unknown:
-        raise UserError(f"--lower-columns or --upper-columns: unknown name {unknown[0]!r}; known: "
-                        + ", ".join(COLUMNS))
-    return dict(columns)
+        raise UserError(f"{flags}: unknown name {unknown[0]!r}; known: " + ", ".join(COLUMNS))
+    return columns
 
 
 def find_layout(columns, place):

@@ -1,4 +1,4 @@
-"""data/cache.py and the one pass over the source: damage shows, content decides, nothing is left."""
+"""data/cache.py and the one pass over the source: damage shows, content decides, no leftovers."""
 
 import fcntl
 import itertools
