@@ -31,10 +31,9 @@ def open_or_make(folder, build):
     build(path): write the rows to this Arrow file and return their report, a dictionary that names
     the columns to show under "columns".
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    clear_left_behind(folder.parent)
     if cached := open_rows(folder):
         return cached
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with half_made(folder.parent) as partial:
         try:
             report = build(partial / "rows.arrow")
@@ -69,7 +68,7 @@ def open_rows(folder):
 
 
 def checksum(path, report):
-    """CRC-32 of the report and the file, read in pieces (7 GB a second): a damaged disk shows."""
+    """CRC-32 of the report and the file, read in pieces (7 GB a second)."""
     value = zlib.crc32(json.dumps(report).encode())
     with open(path, "rb") as file:
         while part := file.read(2**20):
@@ -78,40 +77,34 @@ def checksum(path, report):
 
 
 def to_disk(*paths):
-    """Wait until files, and names in folders, are on the disk."""
+    """Wait until files, and the names in folders, are on the disk."""
     for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
+        with open_handle(path) as handle:
             os.fsync(handle)
-        finally:
-            os.close(handle)
+
+
+@contextlib.contextmanager
+def open_handle(path):
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
 def half_made(cache_dir):
-    """A new folder, locked while this process lives; what is still there afterwards is removed."""
-    while True:
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache_dir))
-        lock = os.open(partial, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody clears there
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        if partial.exists():  # else another process found it in the moment before the lock
-            break
-        os.close(lock)
-    try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(lock)
+    """A new folder in `cache_dir` that is gone afterwards, under a lock that all makers share.
 
-
-def clear_left_behind(cache_dir):
-    """Remove the half-made folders of killed runs: those that no process holds a lock on."""
-    for partial in cache_dir.glob(".partial-*"):
-        with contextlib.suppress(OSError):  # in use, gone by now, or not ours to remove
-            lock = os.open(partial, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    Who finds no maker at work clears what killed ones have left: locks die with their process.
+    """
+    with open_handle(cache_dir) as lock, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # others are at work, or this file system has no locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for partial in cache_dir.glob(".partial-*"):
                 shutil.rmtree(partial, ignore_errors=True)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache_dir))
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        yield partial

@@ -198,12 +198,6 @@ def transcript(messages):
     return "\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages)
 
 
-def as_json(messages):
-    """Messages as JSON text; None for one question and one answer, whose texts say everything."""
-    roles = [message["role"] for message in messages]
-    return None if roles == ["user", "assistant"] else json.dumps(messages, ensure_ascii=False)
-
-
 def conversation(row, answer=None):
     """The messages of a tokenised row or a line of curated.jsonl, ending with `answer` if given."""
     messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},

@@ -11,18 +11,16 @@ drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped lat
 """
 
 import glob
-import gzip
 import itertools
 import json
 import random
 import re
-import zlib
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data.cache import file_hash
-from data.sources import parse_json, path_exists, read_part
+from data.sources import path_exists, read_part
 from utils import UserError, content_hash, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
@@ -155,11 +153,7 @@ class Source:
         return self.count
 
     def __iter__(self):
-        for file in self.files:
-            if file.suffix == ".gz":
-                yield from read_gzip(file)
-            else:
-                yield from (row for _, row in read_part(file, str(file)))
+        return (row for file in self.files for _, row in read_part(file, file))
 
 
 class Picked:
@@ -179,18 +173,6 @@ class Picked:
                 except (KeyError, TypeError, AttributeError) as error:
                     raise UserError(f"{self.rows.files[0]} row {number}: not a row of this data "
                                     f"set ({type(error).__name__}: {error})") from None
-
-
-def read_gzip(file):
-    """Rows of a compressed file: one list of objects, or an object a line."""
-    try:
-        with gzip.open(file, "rb") as unpacked:
-            content = unpacked.read()
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{file}: not a valid jsonl.gz file ({error})") from None
-    return parse_json(content, file) if content.lstrip().startswith(b"[") else [
-        parse_json(line, f"{file} line {number}")
-        for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
 
 
 # --- finding and building -------------------------------------------------------------------------

@@ -5,8 +5,10 @@ A split is written behind the source: `owner/name:config@test`, `folder@validati
 
 import codecs
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -103,8 +105,9 @@ def read_part(part, source):
             return
         for number, row in enumerate(part):
             yield f"{source} row {number}", row
-    except OSError as error:
-        raise UserError(f"{part}: {error.strerror or first_line(error)}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{part}: {reason}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{source} row {number + 1}: not valid UTF-8 ({error})") from None
 
@@ -128,21 +131,20 @@ def parse_json(content, place):
         raise UserError(f"{place}: not valid JSON ({error})") from None
 
 
-def _text_start(path):
-    """Bytes before the text, a mark of UTF-8; `UserError` for what is not UTF-8 from the start."""
-    with open(path, "rb") as file:
-        head = file.read(4)
+def _check_text(file, path):
+    """Move behind a mark of UTF-8; `UserError` for what is not UTF-8 from its first bytes on."""
+    head = file.read(4)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
         raise UserError(f"{path}: written in UTF-16, or no text at all; save it as UTF-8")
-    return 3 if head.startswith(codecs.BOM_UTF8) else 0
+    file.seek(3 if head.startswith(codecs.BOM_UTF8) else 0)
 
 
 def _read_json(path):
-    start = _text_start(path)
-    with open(path, "rb") as file:
-        file.seek(start)
-        # A .json file is a list of objects, or one object a line like .jsonl.
-        if path.suffix == ".json" and file.read(4096).lstrip()[:1] == b"[":
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        _check_text(file, path)
+        start = file.tell()
+        # Unless called .jsonl, a file is a list of objects, or one object a line.
+        if path.suffix != ".jsonl" and file.read(4096).lstrip()[:1] == b"[":
             file.seek(start)
             for number, row in enumerate(parse_json(file.read(), path)):
                 yield f"{path} element {number}", row
@@ -164,8 +166,8 @@ def _check_header(path, names):
 def _read_csv(path):
     # Python's reader keeps every cell a string: an answer "007" must not become the number 7.
     csv.field_size_limit(2**31 - 1)
-    _text_start(path)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8", newline="") as file:
+        _check_text(file.buffer, path)
         reader = csv.DictReader(file, strict=True)
         try:
             _check_header(path, reader.fieldnames or ())

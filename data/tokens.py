@@ -29,7 +29,6 @@ from pathlib import Path
 
 from data.cache import file_hash, open_or_make
 from data.layouts import (
-    as_json,
     clean_messages,
     find_layout,
     parse_columns,
@@ -260,10 +259,9 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
               "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "response_tokens": 0}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
-    numbered = _numbered(tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False),
-                         report, columns, present)
-    records = _render(_sample(numbered, limit, seed) if limit else numbered, report, tokenizer,
-                      protect, columns, template, turns, side)
+    bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
+    records = _render(_sample(bar, limit, seed, report), report, present, tokenizer, protect,
+                      columns, template, turns, side)
     with ArrowWriter(path=str(path), features=Features(schema | extras)) as writer:
         while batch := list(itertools.islice(records, BATCH)):
             kept = _tokenise(batch, report, tokenizer, encode, not template, max_length)
@@ -285,34 +283,31 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
     return report
 
 
-def _numbered(rows, report, columns, present):
-    """(place, row) -> (row_id, place, row), counted; labels that rows have go into `present`."""
-    labels = [(label, columns.get(label, label)) for label in LABELS]  # they may start late
+def _sample(rows, limit, seed, report):
+    """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
+
+    The subset depends on the seed and on nothing that ran before. Counts the rows of the source.
+    """
+    generator, kept = random.Random(seed), []
     for row_id, (place, row) in enumerate(rows):
         report["rows_in_source"] += 1
-        if isinstance(row, dict):
-            present.update(label for label, column in labels if column in row)
-        yield row_id, place, row
-
-
-def _sample(rows, limit, seed):
-    """`limit` of the rows at random, in their order, whatever ran before (reservoir sampling)."""
-    generator, kept = random.Random(seed), []
-    for row in rows:
-        if len(kept) < limit:
-            kept.append(row)
-        elif (place := generator.randrange(row[0] + 1)) < limit:
-            kept[place] = row
+        if not limit:
+            yield row_id, place, row
+        elif len(kept) < limit:
+            kept.append((row_id, place, row))
+        elif (slot := generator.randrange(row_id + 1)) < limit:
+            kept[slot] = row_id, place, row
     yield from sorted(kept, key=itemgetter(0))
 
 
-def _render(rows, report, tokenizer, protect, columns, template, turns, side):
+def _render(rows, report, present, tokenizer, protect, columns, template, turns, side):
     """Source rows -> records with text and segments, those without a question or answer dropped."""
     end_markers = (tokenizer.eos_token, ENDOFTEXT)
     for row_id, place, row in rows:
         report["rows_read"] += 1
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
+        present.update(label for label in LABELS if columns.get(label, label) in row)
         if columns:
             row = _rename(row, columns, place)
         report["layout"] = report["layout"] or find_layout(row, place)
@@ -337,8 +332,9 @@ def _render(rows, report, tokenizer, protect, columns, template, turns, side):
         yield {"row_id": row_id, "prompt": prompt, "response": messages[-1]["content"],
                "hash": content_hash(transcript(before), last["content"]),
                "prompt_hash": content_hash(" ".join(prompt.split())), "segments": segments,
-               "messages": as_json(messages), "bad": _flag(row.get("bad"), place),
-               "kind": text_of(row.get("kind"), f'{place}: "kind"')}
+               "bad": _flag(row.get("bad"), place),
+               "kind": text_of(row.get("kind"), f'{place}: "kind"'),
+               "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
 
 def _rename(row, columns, place):

@@ -75,14 +75,21 @@ def test_parquet_whose_text_is_not_utf_8(refused, tmp_path):
 
 
 def test_a_compressed_source_of_a_recipe(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
     for content, message in ((DEEP, r"\(maximum recursion"), (b'[{"a": 1, "a": 2}]', 'key "a"'),
-                             (b"{}\n{\xff", "line 2: not valid JSON")):
-        (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(content))
+                             (b"{}\n{\xff", r"x\.jsonl\.gz line 2: not valid JSON")):
+        path.write_bytes(gzip.compress(content))
         with pytest.raises(UserError, match=message):
-            recipes.read_gzip(tmp_path / "x.jsonl.gz")
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(GOOD * 100)[:30])
-    with pytest.raises(UserError, match=r"not a valid jsonl\.gz file"):
-        recipes.read_gzip(tmp_path / "x.jsonl.gz")
+            list(recipes.Source([path]))
+    whole = gzip.compress(GOOD * 100)
+    for content in (whole[:30], GOOD, whole[:20] + b"\xff" * 20 + whole[40:]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.jsonl\.gz: (Compressed|Not a gzip|Error -3)"):
+            list(recipes.Source([path]))
+    path.write_bytes(whole)
+    assert list(recipes.Source([path])) == [json.loads(GOOD)] * 100
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf [" + GOOD + b"]"))
+    assert list(recipes.Source([path])) == [json.loads(GOOD)]
 
 
 def test_names_that_are_no_file(refused, tmp_path):
