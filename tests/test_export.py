@@ -103,6 +103,18 @@ def test_formats_by_hand(tmp_path, capsys, layout):
     assert turns[-1]["content"] == "4", "the line itself is unchanged"
 
 
+def test_alpaca_keeps_the_tokens_of_one_turn_and_counts_the_others(curated, tmp_path, folders):
+    run = curated("alpaca")
+    tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
+    before, after = (tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "c")[0]
+                     for path in (tmp_path / "talks.jsonl", exported(run, "alpaca")))
+    ids = dict(zip(before["row_id"], before["input_ids"], strict=True))
+    same = [list(row) == list(ids[entry["row_id"]])
+            for row, entry in zip(after["input_ids"], run.curated, strict=True)]
+    assert same == ["messages" not in entry for entry in run.curated] and sum(same) == 6
+    assert "6 rows are conversations, and alpaca has no turns" in run.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TURNS)
 def test_trl_sees_the_turns_that_were_trained_on(curated, tmp_path, folders, layout):
