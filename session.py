@@ -19,6 +19,7 @@ import monitor
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
+from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
 from selector import Selector
@@ -95,6 +96,8 @@ def print_plan(run):
           f"{math.ceil(args.batch / count / args.micro_batch)} forwards a step "
           f"(batch {args.batch} / "
           + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
+    if args.batch > run.num_rows:
+        print(f"batch {args.batch}: a step reads at most all {run.num_rows} lower rows")
     needs = memory_and_disk(args, run.config, longest, run.num_rows)
     print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if count > 1 else ''} "
           f"({needs.parts})")
@@ -291,7 +294,8 @@ def write_shown(run, ranks):
     order = ranks.argsort().tolist()
     rows = run.levels.lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]]))
     write_jsonl(run.out / "shown.jsonl", ({key: row[key] for key in (
-        "row_id", "hash", "prompt", "response")} for row in rows))
+        "row_id", "hash", "prompt", "response")} | (
+            {"messages": conversation(row)} if row.get("messages") else {}) for row in rows))
 
 
 def save_and_print(run, result, labels, scores):
