@@ -15,6 +15,7 @@ import options
 import utils
 from batches import mean_losses, row_losses
 from data import recipes, sets, tokens
+from data.layouts import conversation
 from evaluation.runs import (
     Run,
     check_entry,
@@ -102,8 +103,8 @@ def refined_rows(run, args, tokenizer):
     """An online run's kept rows with the recommended refined answers, tokenised; None without."""
     if not (run.folder / "curated.jsonl").exists():
         return None
-    rows = [{"prompt": row["prompt"],
-             "response": row["refined"] if row.get("recommended") == "refined" else row["response"]}
+    rows = [{"messages": conversation(row, row["refined"] if row.get("recommended") == "refined"
+                                      else row["response"])}
             for row in each_curated(run.folder / "curated.jsonl") if row["kept"]]
     with tempfile.TemporaryDirectory() as folder:
         utils.write_jsonl(Path(folder) / "refined.jsonl", rows)

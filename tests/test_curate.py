@@ -204,9 +204,9 @@ def spied(monkeypatch):
     seen, refresh = [], train_online.refresh
 
     def spy(*args):
-        made, found = refresh(*args)
+        mask, made, values = refresh(*args)
         seen.append(made)
-        return made, found
+        return mask, made, values
 
     monkeypatch.setattr(train_online, "refresh", spy)
     return seen
