@@ -155,8 +155,8 @@ def start(run, selects=True):
                                         args.gradient_checkpointing)
     run.theta = [p for p in model.parameters() if p.requires_grad]
     if args.adapter:
-        run.weights["adapter_weights"] = folder.fingerprint(dict(
-            (n, p) for n, p in model.named_parameters() if p.requires_grad))
+        run.weights["adapter_weights"] = folder.fingerprint(
+            {name: p for name, p in model.named_parameters() if p.requires_grad})
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
     run.theta_hat = None
     if selects and args.correction:

@@ -109,7 +109,7 @@ def _open_run(out, config, resume, free_to_change):
 
 
 def _lock_run(out):
-    """Keep other processes out of the folder while this one lives; it opens one folder at a time."""
+    """Keep other processes out of the folder while this one lives, or until it opens another."""
     global _lock
     if _lock is not None:
         os.close(_lock)

@@ -18,7 +18,7 @@ from runtime.folder import fingerprint
 
 @pytest.fixture
 def edited(adapters, tmp_path):
-    """edited(change): a copy of the Llama's adapter; change gets its tensors by name, returns them."""
+    """edited(change): the Llama's adapter with what change makes of its tensors by name."""
     def make(change, name="edited"):
         folder = copy_tree(adapters["llama"], tmp_path / name)
         file = folder / "adapter_model.safetensors"
