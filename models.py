@@ -55,8 +55,11 @@ def load_config(name):
     _from_hub(name)
     try:
         config = AutoConfig.from_pretrained(name)
+        sizes = config.get_text_config()
         if not config.is_encoder_decoder:
             without_weights(config)
+            if min(sizes.hidden_size, sizes.num_hidden_layers) < 1:
+                raise ValueError(f"{sizes.num_hidden_layers} layers of size {sizes.hidden_size}")
     except Exception as error:  # impossible sizes raise anything from TypeError to OverflowError
         raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
     if config.is_encoder_decoder:
