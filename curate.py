@@ -58,7 +58,7 @@ def check_room(lower, max_new_tokens, context):
     if longest + max_new_tokens > context:
         raise UserError(
             f"--max-new-tokens {max_new_tokens}: behind the longest prompt of {longest} tokens it "
-            f"exceeds the model's context of {context}; lower it or --max-prompt")
+            f"exceeds the model's context of {context}; lower it or --max-length")
 
 
 def scores(model, prompts, responses, blank):

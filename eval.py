@@ -1,142 +1,94 @@
-"""Losses of rows, rankings against known labels, tables.
+"""Looking at finished runs: the command line of `evaluation`.
 
-Losses are in nats. "Sequence mean" is the mean over response tokens of a row, then over rows: what
-training optimises and the paper's tables report. "Token mean" weighs long responses more.
+    python eval.py compare RUN [RUN ...]                one table, seeds as mean and std
+    python eval.py report RUN [RUN ...] --out out.html  one page to look at
+    python eval.py keep RUN --keep-fraction 0.7         another share of kept rows, no training
+    python eval.py losses RUN [--rows FILE]             before and after, on every set; row by row
+    python eval.py ranking RUN [RUN ...]                top and bottom 10 % over the epochs
+    python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
+    python eval.py answers RUN [RUN ...] --prompt TEXT  base and runs answer side by side
+    python eval.py winrate generate|judge|rate ...      win rate against a reference
+    python eval.py tensorboard RUN                      the metrics as event files
 """
 
-import torch
-from tqdm import tqdm
+import argparse
+import json
 
 import utils
-from data import pack, tokens_only
-from logprobs import packed_forward, sequence_logprobs
-
-TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
-SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
-
-
-# --- losses ---------------------------------------------------------------------------------------
-
-def token_groups(rows, indices, label=None):
-    """Lists of the rows at `indices`, in order, of at most TOKENS_AT_ONCE tokens or one row."""
-    group, tokens = [], 0
-    # Inside another bar, and only for people: in a log file the outer bar is enough.
-    for index in tqdm(indices, desc=label, disable=label is None or None, unit="row", delay=2,
-                      leave=False):
-        row = rows[index]
-        if group and tokens + len(row["input_ids"]) > TOKENS_AT_ONCE:
-            yield group
-            group, tokens = [], 0
-        group.append(row)
-        tokens += len(row["input_ids"])
-    if group:
-        yield group
+from evaluation import answers, losses, qa, rankings, report, winrate
+from evaluation.comparison import comparison_rows, print_comparison
+from evaluation.events import write_events
+from evaluation.runs import Run, check_output
+from runtime.command import run as run_command
 
 
-def own_groups(model, rows, indices, label=None):
-    """This process's share of the rows at `indices`: (their places in `indices`, packed batch).
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description="Look at finished runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
 
-    Every world_size()-th row. A sharded model also gets batches that count for nothing (no places),
-    while other processes have more.
-    """
-    indices = indices[utils.rank()::utils.world_size()]
-    start, groups = 0, token_groups(tokens_only(rows), indices, label)
-    for group in utils.together(groups, model):
-        count = len(group or ())
-        places = (start + torch.arange(count)) * utils.world_size() + utils.rank()
-        yield places, pack(group or [SPARE_ROW], model.device)
-        start += count
+    def command(name, text, runs="+"):
+        made = commands.add_parser(name, help=text, description=text)
+        made.add_argument("runs", nargs=runs, metavar="RUN", help="run folder")
+        return made.add_argument
 
-
-@torch.no_grad()
-def row_losses(model, rows, indices=None, label=None):
-    """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
-
-    rows: a data set of tokenised rows, indices: which of them, in order (None: all).
-    label: text of a progress bar, None for none. The work is split over all processes; each
-    returns (losses (n,), lengths (n,)) of all rows, on the CPU.
-    """
-    indices = range(len(rows)) if indices is None else [int(i) for i in indices]
-    losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
-                         else torch.float32)
-    lengths = torch.zeros(len(indices), dtype=torch.int64)
-    for places, batch in own_groups(model, rows, indices, label):
-        logps, counts = sequence_logprobs(model, batch)
-        losses[places] = (-logps / counts).cpu()[:len(places)]
-        lengths[places] = counts.cpu()[:len(places)]
-    return utils.all_sum(losses), utils.all_sum(lengths)
-
-
-@torch.no_grad()
-def exact_match(model, rows):
-    """Share of rows whose whole response is the model's greedy answer to the prompt.
-
-    Teacher-forced: greedy decoding writes exactly the response when every response token, EOS
-    included, is the likeliest one after the true ones before it. No generation needed.
-    """
-    causal_lm, exact = utils.bare(model), torch.tensor(0)
-    for places, batch in own_groups(model, rows, range(len(rows))):
-        where = batch["response_mask"].nonzero().squeeze(1)
-        hidden = packed_forward(causal_lm.base_model, batch)[where]
-        logits = causal_lm.get_output_embeddings()(hidden)
-        wrong = where[logits.argmax(dim=1) != batch["targets"][where]]
-        starts = batch["cu_seqlens"].long()
-        wrong_rows = torch.searchsorted(starts[1:], wrong, right=True).unique()
-        if len(places):
-            exact += len(starts) - 1 - len(wrong_rows)
-    return utils.all_sum(exact).item() / len(rows)
+    add = command("compare", "runs side by side; runs that differ in the seed alone in one row")
+    add("--json", help="also write the numbers, intervals included")
+    add = command("report", "one self-contained HTML page, and its tables as Markdown beside it")
+    add("--out", default="report.html", help="the page (report.html)")
+    add = command("keep", "re-threshold a ranking: kept.jsonl for --keep of train_offline.py", None)
+    add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
+    add("--out", help="file to write (kept.jsonl beside the ranking)")
+    add = command("losses", "losses of every set, before and after training", None)
+    add("--rows", help="a file of rows instead of the run's own sets")
+    add("--out", help="also write one line a row")
+    add("--device", default="auto")
+    command("ranking", "top and bottom 10 %% of the rows over the epochs")
+    add = command("qa", "zero-shot question answering through lm-evaluation-harness", None)
+    add("--tasks", default="arc_easy,arc_challenge,openbookqa,piqa,winogrande",
+        help="also hellaswag, boolq (default: %(default)s)")
+    add("--local", help="folder of TASK.jsonl files with question, choices, label")
+    add("--limit", type=int, help="questions a task")
+    add("--batch-size", type=int, default=8)
+    add("--base", action="store_true", help="the run's base model instead")
+    add("--device", default="auto")
+    add("--out", help="also write the numbers as json")
+    add = command("answers", "the base model and every run answer the same prompts, greedily")
+    add("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    add("--prompts", help="file of prompts (AlpacaEval's outputs, or json/jsonl with instruction)")
+    add("--max-new-tokens", type=int, default=256)
+    add("--device", default="auto")
+    add("--out", help="write the Markdown table here instead of printing it")
+    add = command("tensorboard", "metrics and weights as TensorBoard event files", None)
+    add("--out", help="folder (RUN/tensorboard)")
+    text = "win rate against a reference: generate, judge, rate"
+    winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
+    return parser.parse_args(argv)
 
 
-def mean_losses(losses, lengths, prefix):
-    """{prefix: sequence mean, prefix_per_token: token mean} of (n,) losses and (n,) lengths."""
-    lengths = lengths.to(losses)
-    return {prefix: losses.mean().item(),
-            f"{prefix}_per_token": ((losses * lengths).sum() / lengths.sum()).item()}
+def print_compare(args):
+    if args.json:
+        check_output(args.json, *args.runs)
+    rows = comparison_rows([Run(folder) for folder in args.runs])
+    if args.json:
+        utils.write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
+    print_comparison(rows)
 
 
-# --- rankings against known labels ----------------------------------------------------------------
-
-def auroc(scores, bad):
-    """P(score of a good row > score of a bad row), ties one half; None without both sorts of rows.
-
-    scores (n,) higher is better, bad (n,) bool. Mann-Whitney U by mean ranks.
-    """
-    scores, bad = torch.as_tensor(scores).double(), torch.as_tensor(bad).bool()
-    num_bad, num_good = int(bad.sum()), int((~bad).sum())
-    if not num_bad or not num_good:
-        return None
-    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
-    return float((ranks[~bad].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
-
-
-def ranking_metrics(scores, bad, kinds):
-    """How well low scores find bad rows, in all and by kind of fault.
-
-    scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
-    bad (the bottom of the ranking, ties in row order), so precision equals recall over all kinds.
-    Keys: auroc, precision, and auroc/KIND, recall/KIND for every kind among the bad rows (AUROC of
-    a kind is against the good rows alone).
-    """
-    scores, bad = torch.as_tensor(scores).double(), torch.as_tensor(bad).bool()
-    flagged = torch.zeros_like(bad)
-    flagged[scores.argsort(stable=True)[: int(bad.sum())]] = True
-    metrics = {"auroc": auroc(scores, bad),
-               "precision": float(bad[flagged].double().mean()) if bad.any() else None}
-    for kind in sorted({k for k, b in zip(kinds, bad.tolist(), strict=True) if b}):
-        own = torch.tensor([k == kind for k in kinds]) & bad
-        metrics[f"auroc/{kind}"] = auroc(scores[own | ~bad], own[own | ~bad])
-        metrics[f"recall/{kind}"] = float(flagged[own].double().mean())
-    return metrics
+def main(argv=None):
+    args = parse_args(argv)
+    call = {
+        "compare": print_compare,
+        "report": lambda args: print(report.write_report([Run(f) for f in args.runs], args.out)),
+        "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out)),
+        "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.out, args.device),
+        "ranking": lambda args: rankings.print_rankings([Run(f) for f in args.runs]),
+        "qa": qa.run_qa,
+        "answers": answers.print_answers,
+        "winrate": winrate.run_winrate,
+        "tensorboard": lambda args: print(write_events(Run(args.runs), args.out)),
+    }[args.command]
+    call(args)
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-def table(header, rows):
-    """A plain-text table, columns aligned, numbers with four digits."""
-    cells = [[f"{c:.4f}" if isinstance(c, float) else "-" if c is None else str(c) for c in row]
-             for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in
-                       enumerate(zip(row, widths, strict=True))).rstrip() for row in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+if __name__ == "__main__":
+    run_command(main)

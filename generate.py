@@ -54,20 +54,18 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
-    end_ids = sorted(end_ids)
     # Similar lengths share a batch, so little is padded; longest first shows memory trouble early.
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-    answers = [None] * len(prompts)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True,
-        eos_token_id=end_ids, pad_token_id=end_ids[0])
+    answers, start = [None] * len(prompts), 0
     if static_cache is None:  # compiling takes a minute: for long answers of many prompts
         static_cache = (model.device.type == "cuda" and max_new_tokens >= 64
                         and len(prompts) >= 256)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True,
+        eos_token_id=sorted(end_ids), pad_token_id=min(end_ids))
     bar = tqdm(total=len(prompts), desc=label, disable=label is None or None, unit="answer",
                delay=2, leave=False)
-    start = 0
-    with _own_generation_config(model, config), folded(model):
+    with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])
             if static_cache:  # few widths, so that little is compiled
@@ -75,41 +73,55 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
             if batch_size is None:
                 batch_size = _fitting_batch(model, width + max_new_tokens)
             part = order[start:start + batch_size]
-            ids = torch.full((len(part), width), end_ids[0])
-            mask = torch.zeros(len(part), width, dtype=torch.long)
-            for row, i in enumerate(part):  # padded on the left: answers start side by side
-                ids[row, width - len(prompts[i]):] = torch.tensor(prompts[i])
-                mask[row, width - len(prompts[i]):] = 1
-            processors = LogitsProcessorList()
-            if temperature > 0:
-                uniforms = torch.stack([torch.rand(max_new_tokens, generator=_generator(seeds[i]))
-                                        for i in part]).to(model.device)
-                processors.append(_SeededSampler(uniforms, width, temperature))
             config.cache_implementation = "static" if static_cache else None
             try:
-                output = model.generate(
-                    input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-                    generation_config=config, logits_processor=processors)[:, width:].tolist()
+                written = _one_batch(model, config, [prompts[i] for i in part],
+                                     [seeds[i] for i in part], width, temperature)
             except torch.cuda.OutOfMemoryError:
                 if len(part) == 1:
                     raise
                 batch_size = len(part) // 2
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # a compiler raises anything; the plain loop needs none
-                if not static_cache:
+            except Exception as error:
+                if not (static_cache and _is_of_static_cache(error)):
                     raise
                 warnings.warn(f"generation without a static cache: {type(error).__name__}: "
                               f"{str(error).splitlines()[:1]}", stacklevel=2)
                 static_cache = False
                 continue
-            for i, tokens in zip(part, output, strict=True):
+            for i, tokens in zip(part, written, strict=True):
                 end = next((t + 1 for t, token in enumerate(tokens) if token in end_ids), None)
                 answers[i] = (tokens[:end], end is not None)
             bar.update(len(part))
             start += len(part)
-    bar.close()
     return answers
+
+
+def _one_batch(model, config, prompts, seeds, width, temperature):
+    """Lists of new tokens, one a prompt; prompts are padded on the left to `width` tokens."""
+    ids = torch.full((len(prompts), width), config.pad_token_id)
+    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):  # padded on the left: answers start side by side
+        ids[row, width - len(prompt):] = torch.tensor(prompt)
+        mask[row, width - len(prompt):] = 1
+    processors = LogitsProcessorList()
+    if temperature > 0:
+        uniforms = torch.stack([torch.rand(config.max_new_tokens, generator=_generator(seed))
+                                for seed in seeds]).to(model.device)
+        processors.append(_SeededSampler(uniforms, width, temperature))
+    return model.generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+        generation_config=config, logits_processor=processors)[:, width:].tolist()
+
+
+def _is_of_static_cache(error):
+    """Whether a compiler, or transformers for a model without a static cache, raised the error."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return isinstance(error, (TorchDynamoException, InductorError)) or (
+        isinstance(error, (ValueError, NotImplementedError)) and "cache" in str(error).lower())
 
 
 def _fitting_batch(model, length):

@@ -29,8 +29,6 @@ exponentiated later.
 Not supported, and routed to `reference=True` (the model's own logits, slow but general): heads with
 a bias, soft-capped or scaled logits, an adapted or trained head. Refused: sliding windows shorter
 than a row, soft-capped attention. `check_model` compares both paths on a loaded model.
-
-    python logprobs.py      # largest error, time and peak memory of each kernel on ragged sizes
 """
 
 import inspect
@@ -376,48 +374,3 @@ def check_model(model, tolerance):
     if not error <= tolerance:
         raise ValueError(f"{type(model).__name__}: packed log-probs differ from the model's own by "
                          f"{error:.1e} (allowed {tolerance:.0e}); this architecture does not fit")
-
-
-def main():
-    """Error, time and peak memory of every kernel that runs here, on ragged sizes."""
-    import time
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    sizes = [(16384, 4096, 128256), (1000, 2048, 50303)] if device.type == "cuda" else [
-        (257, 64, 5003), (64, 256, 50303)]
-    for length, width, vocabulary in sizes:
-        torch.manual_seed(0)
-        hidden = torch.randn(length, width, device=device).to(dtype).requires_grad_()
-        head = (torch.randn(vocabulary, width, device=device) / width**0.5).to(dtype)
-        targets = torch.randint(0, vocabulary, (length,), device=device)
-        part = slice(0, 256)  # float64 logits of every row would not fit
-        exact = hidden[part].detach().double().requires_grad_()
-        expected = token_logprobs_reference(exact, head.double(), targets[part])
-        expected.sum().backward()
-        for kernel in ("triton", "torch", "reference"):
-            try:
-                _pick(kernel, hidden)
-            except ValueError as error:
-                print(f"T {length}, d {width}, V {vocabulary}: {error}")
-                continue
-            for _ in range(2):  # the first call compiles
-                hidden.grad = None
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                started = time.perf_counter()
-                logps = token_logprobs(hidden, head, targets, kernel=kernel)
-                logps.sum().backward()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            error = (logps[part].double() - expected).abs().max().item()
-            slope = (hidden.grad[part] - exact.grad).norm() / exact.grad.norm()
-            peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-            print(f"T {length}, d {width}, V {vocabulary}, {kernel}: log-prob error {error:.1e}, "
-                  f"gradient error {slope:.1e}, {1000 * seconds:.1f} ms"
-                  + (f", peak {peak:.2f} GiB" if peak else ""))
-
-
-if __name__ == "__main__":
-    main()

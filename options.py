@@ -132,6 +132,8 @@ def check_values(args):
     if not args.clip > 0:
         raise UserError(f"--clip {args.clip}: must be above 0, or nothing is trained; inf is no "
                         "clipping")
+    if args.upper_loss == "dpo" and not args.toy and args.upper is None:
+        raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     if not 0 < args.dpo_beta < math.inf:
         raise UserError(f"--dpo-beta {args.dpo_beta}: must be a finite number above 0")
     if not 0 <= args.correction <= 1:

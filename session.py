@@ -162,6 +162,9 @@ def start(run, selects=True):
     if selects and args.correction:
         run.theta_hat = models.add_twin(model, "theta_hat")
         run.optimizers["theta_hat"] = torch.optim.Adam(run.theta_hat, lr=args.lr)
+    run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
+    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction,
+                         "theta_hat": run.theta_hat, "optimizer": run.optimizers.get("theta_hat")}
     if args.fsdp:
         models.shard(model, run.device)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32

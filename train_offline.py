@@ -123,9 +123,6 @@ def main(argv=None):
     if args.dry_run:
         return
     session.start(run, selects=bilevel)
-    limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction,
-                     "theta_hat": run.theta_hat, "optimizer": run.optimizers.get("theta_hat")}
 
     while run.step < run.total_steps:
         epoch, k = divmod(run.step, run.steps_per_epoch)
@@ -148,13 +145,13 @@ def main(argv=None):
         upper_now, lower_now, grad_norm = descend(
             run.model, run.theta, run.optimizers["theta"], upper_batch, lower_batch, weights, rho,
             reference=None if reference is None else reference[upper_rows], beta=args.dpo_beta,
-            **limits)
+            **run.limits)
         monitor.check_finite(run, grad_norm, lower_now, lower_rows)
 
         # --- omega: one step with C at theta^{k+1}  (PBGD-2) --------------------------------------
         if bilevel:
-            losses = omega_losses(run.model, lower_batch, weights, lower_now, **omega_options,
-                                  **limits)
+            losses = omega_losses(run.model, lower_batch, weights, lower_now, **run.omega_options,
+                                  **run.limits)
             monitor.check_finite(run, losses.sum(), losses, lower_rows)
             run.selector.step(lower_rows, losses, gammas[epoch])
 

@@ -60,8 +60,9 @@ from utils import UserError, content_hash
 import torch
 
 # Beside the defaults below, which are the published ones of the quality task.
-PRESETS = {name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
-           for name, values in options.PRESETS.items()}
+PRESETS = options.PRESETS | {
+    name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
+    for name, values in options.PRESETS.items() if name != "toy"}
 
 
 def parse_args(argv=None):
@@ -144,6 +145,14 @@ class Answers:
         self.rows, self.old_logps, self.step = rows, old_logps, step
 
 
+def begin(saved, num_rows):
+    """mask (N,), buffer {position: `Answers`} and count of answers: saved ones, or none yet."""
+    if saved is None:
+        return torch.zeros(num_rows, dtype=torch.bool), {}, 0
+    return (saved["mask"], {p: Answers(*answers) for p, answers in saved["buffer"].items()},
+            saved["num_answers"])
+
+
 # --- lines 3 and 5-8: mask and generate -----------------------------------------------------------
 
 def new_mask(kind, ratio_masked, logits, before, seed, refresh):
@@ -173,19 +182,22 @@ def answer(model, prompts, names, step, *, num_answers, sampling, label):
             for i in range(len(prompts))], written
 
 
-def refresh(run, mask, number, sampling):
-    """Lines 5-8: {position: `Answers`} of the masked rows that the next K_gen steps read; metrics.
+def refresh(run, before, number, sampling):
+    """Lines 3 and 5-8: the mask (N,), {position: `Answers`} of its rows that are read, metrics.
 
-    number: of the refresh. Nothing under `--masked drop` and `original`.
+    before: the mask until now; number: of the refresh. Rows that the next K_gen steps do not read
+    get no answers (deviation 11), nor does any under `--masked drop` and `original`.
     """
     args, started = run.args, time.perf_counter()
+    mask = new_mask(args.mask, args.ratio_masked, run.selector.logits, before, args.seed, number)
+    metrics = {"mask_churn": float((mask & ~before).sum() / mask.sum())}
     if args.masked != "generate":
-        return {}, {}
+        return mask, {}, metrics
     coming = [p for p in batches.coming_rows(run.num_rows, args.batch, args.seed, run.step,
                                              min(run.step + args.k_gen, run.total_steps))
               if mask[p]]
     if not coming:  # a short window may read no masked row
-        return {}, {"answers": 0}
+        return mask, {}, metrics | {"answers": 0}
     rows = run.levels.lower.select(coming)
     answers, written = answer(
         run.model, [batches.prompt_of(row) for row in batches.take(run.lower, coming)],
@@ -195,7 +207,7 @@ def refresh(run, mask, number, sampling):
     if "kind" in rows.column_names:  # known faults; of the toy the right answers are known too
         labels = corpus.answer_labels(rows, [
             run.tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in written])
-    return dict(zip(coming, answers, strict=True)), labels | {
+    return mask, dict(zip(coming, answers, strict=True)), metrics | labels | {
         "answers": count, "answers_complete": sum(done for _, done in written) / count,
         "answers_empty": sum(len(t) == 1 and d for t, d in written) / count,
         "answer_length": sum(len(t) for t, _ in written) / count,
@@ -347,14 +359,9 @@ def main(argv=None):
     if args.dry_run:
         return
     session.start(run)
-    limits = {"clip": args.clip, "micro_batch": args.micro_batch, "num_answers": args.num_answers}
-    omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction,
-                     "theta_hat": run.theta_hat, "optimizer": run.optimizers.get("theta_hat")}
+    limits = run.limits | {"num_answers": args.num_answers}
     sampling = sampling_options(args, run)
-    mask, buffer, num_answers = torch.zeros(run.num_rows, dtype=torch.bool), {}, 0
-    if run.saved is not None:
-        mask, num_answers = run.saved["mask"], run.saved["num_answers"]
-        buffer = {p: Answers(*answers) for p, answers in run.saved["buffer"].items()}
+    mask, buffer, num_answers = begin(run.saved, run.num_rows)
 
     while run.step < run.total_steps:
         epoch, k = divmod(run.step, run.steps_per_epoch)
@@ -364,10 +371,7 @@ def main(argv=None):
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
         number, since = divmod(run.step - args.first_refresh, args.k_gen)
         if since == 0 and number >= 0:
-            before, mask = mask, new_mask(args.mask, args.ratio_masked, run.selector.logits, mask,
-                                          args.seed, number)
-            metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
-            buffer, found = refresh(run, mask, number, sampling)
+            mask, buffer, found = refresh(run, mask, number, sampling)
             num_answers += found.get("answers", 0)
             metrics |= found
 
@@ -389,7 +393,7 @@ def main(argv=None):
         monitor.check_finite(run, grad_norm, weighted, lower_rows)
 
         # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
-        losses = omega_losses(run.model, lower_batch, weights, plain, **omega_options, **limits)
+        losses = omega_losses(run.model, lower_batch, weights, plain, **run.omega_options, **limits)
         monitor.check_finite(run, losses.sum(), losses, lower_rows)
         if present.any():  # a dropped row has no loss; the others keep their share 1 / B
             run.selector.step(lower_rows[present], losses.cpu()[present],
@@ -403,12 +407,8 @@ def main(argv=None):
         monitor.end_step(run, metrics, started, {
             "mask": mask, "num_answers": num_answers,
             "buffer": {p: [a.rows, a.old_logps, a.step] for p, a in buffer.items()}})
-
-    def curated(ranks, kept):
-        return {"answers_generated": num_answers} | curate.curated_set(
-            run, mask, buffer, sampling, ranks, kept)
-
-    session.finish(run, mask, curated, mask_is_ranked)
+    session.finish(run, mask, lambda ranks, kept: {"answers_generated": num_answers}
+                   | curate.curated_set(run, mask, buffer, sampling, ranks, kept), mask_is_ranked)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ BATCH = 1000  # rows of a parquet file read at a time
 def find_parts(source):
     """The parts of a source in order: paths of data files, or one `datasets.Dataset`."""
     split = None
-    if not Path(source).exists() and "@" in str(source):
+    if not Path(source).exists() and "@" in str(source).rpartition("/")[2]:
         source, _, split = str(source).rpartition("@")
     path = Path(source)
     if path.is_file():

@@ -23,16 +23,13 @@ COLUMNS = (*SEQUENCE, "upper_exact", "upper_accuracy", "weight/auroc", "final/au
 PER_TOKEN = tuple(f"{name}_per_token" for name in SEQUENCE)
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
 SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "dry_run", "cache_dir", "merge",
-                   "skip_scores", "device", "fsdp", "micro_tokens")
+                   "skip_scores", "device", "fsdp")
 # Arguments that say which rows a held-out set or the lower level holds.
-TOY = ("toy_noise", "toy_contrary", "toy_upper")
 DATA_ARGUMENTS = {
-    "upper_heldout": ("upper_loss", "upper_split", "upper_columns", "template", "turns",
-                      "max_length", "max_prompt", "model", "toy", *TOY),
-    "lower": ("lower_split", "lower_columns", "lower_limit", "template", "turns", "max_length",
-              "max_prompt", "model", "toy", *TOY),
-    "lower_heldout": ("lower_split", "lower_columns", "template", "turns", "max_length",
-                      "max_prompt", "model", "toy", *TOY)}
+    "upper_heldout": ("upper_loss", "upper_columns", "template", "turns", "max_length", "model",
+                      "toy"),
+    "lower": ("lower_columns", "lower_limit", "template", "turns", "max_length", "model", "toy"),
+    "lower_heldout": ("lower_columns", "template", "turns", "max_length", "model", "toy")}
 
 
 # --- the same rows --------------------------------------------------------------------------------

@@ -10,12 +10,11 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import common
-import data
-import loading
-import toy
+import models
+import options
 import utils
-from eval import mean_losses, row_losses
+from batches import mean_losses, row_losses
+from data import recipes, sets, tokens
 from evaluation.runs import (
     Run,
     check_entry,
@@ -26,6 +25,8 @@ from evaluation.runs import (
     read_vector,
 )
 from evaluation.texts import show_table
+from runtime import processes
+from toy import corpus
 from utils import UserError
 
 # --- the trained model ----------------------------------------------------------------------------
@@ -42,7 +43,8 @@ def is_model_folder(name):
 
 def base_of(run):
     """The base model of a run: a hub name, or the path of a folder."""
-    name = str(toy.MODEL) if getattr(run.args, "toy", False) else getattr(run.args, "model", None)
+    toy = getattr(run.args, "toy", False)
+    name = str(corpus.MODEL) if toy else getattr(run.args, "model", None)
     if name is None:
         raise UserError(f"{run.folder}/config.json: names no base model")
     return str(Path(name).resolve()) if Path(name).is_dir() else name
@@ -50,9 +52,9 @@ def base_of(run):
 
 def load_trained(name, device="auto"):
     """(model, tokenizer, run) of a run folder with its adapter, or of a base model (run None)."""
-    device = utils.pick_device(device)
+    device = processes.pick_device(device)
     if is_model_folder(name):
-        return loading.load_model(str(name), device), loading.load_tokenizer(str(name)), None
+        return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
     run = Run(name)
     base, dtype = base_of(run), getattr(run.args, "dtype", None) or "auto"
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
@@ -60,9 +62,9 @@ def load_trained(name, device="auto"):
     if not (run.folder / "adapter").is_dir():
         raise UserError(f"{name}: no adapter folder; the run has not finished (continue it with "
                         "--resume)")
-    tokenizer = loading.load_tokenizer(base)
-    model = loading.load_model(base, device, dtype, getattr(run.args, "four_bit", False))
-    return loading.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
+    tokenizer = models.load_tokenizer(base)
+    model = models.load_model(base, device, dtype, getattr(run.args, "four_bit", False))
+    return models.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
 
 
 def load_start(model, adapter):
@@ -81,7 +83,7 @@ def training_arguments(run):
     """The run's arguments, each of its flag's type. An older run lacks the newest: their defaults.
     """
     parser = argparse.ArgumentParser()
-    common.add_arguments(parser)
+    options.add_arguments(parser)
     words = []
     for name in vars(parser.parse_args([])):
         value = getattr(run.args, name, None)
@@ -105,9 +107,9 @@ def refined_rows(run, args, tokenizer):
             for row in each_curated(run.folder / "curated.jsonl") if row["kept"]]
     with tempfile.TemporaryDirectory() as folder:
         utils.write_jsonl(Path(folder) / "refined.jsonl", rows)
-        return data.load_rows(
+        return tokens.load_rows(
             f"{folder}/refined.jsonl", tokenizer, name="refined", template=args.template,
-            max_length=args.max_length, max_prompt=args.max_prompt, cache_dir=folder)[0]
+            max_length=args.max_length, cache_dir=folder)[0]
 
 
 def sets_of(run, args, tokenizer, context, rows=None):
@@ -116,17 +118,17 @@ def sets_of(run, args, tokenizer, context, rows=None):
     context: tokens that the model can read.
     """
     if rows:
-        sets = {"rows": data.load_rows(
-            rows, tokenizer, template=args.template, turns=args.turns, max_length=args.max_length,
-            max_prompt=args.max_prompt, cache_dir=args.cache_dir)[0]}
-        data.check_lengths(sets["rows"], context, str(rows))
-        return sets
-    levels = common.load_levels(args, tokenizer, context)
-    sets = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout,
+        parts = {"rows": tokens.load_rows(
+            recipes.resolve(rows, args.cache_dir), tokenizer, template=args.template,
+            turns=args.turns, max_length=args.max_length, cache_dir=args.cache_dir)[0]}
+        sets.check_lengths(parts["rows"], context, str(rows))
+        return parts
+    levels = sets.load_levels(args, tokenizer, context)
+    parts = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout,
             "lower_refined": refined_rows(run, args, tokenizer)}
     if args.upper_loss == "sft":  # else pairs, whose loss is not that of a row
-        sets = {"upper_heldout": levels.upper_heldout} | sets
-    return {name: part for name, part in sets.items() if part is not None}
+        parts = {"upper_heldout": levels.upper_heldout} | parts
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def check_base(run, losses):
@@ -160,11 +162,11 @@ def measure_losses(folder, rows=None, out=None, device="auto"):
     args = training_arguments(run)
     if args.adapter:
         load_start(model, args.adapter)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = models.context_length(model.config)
     lines, values, cells = [], {}, []
     for name, part in sets_of(run, args, tokenizer, context, rows).items():
         tuned, lengths = row_losses(model, part, label=name)
-        with loading.adapter(model, "start") if args.adapter else model.disable_adapter():
+        with models.adapter(model, "start") if args.adapter else model.disable_adapter():
             base, _ = row_losses(model, part, label=f"{name}, base")
         values |= mean_losses(tuned, lengths, name) | {
             f"base/{k}": v for k, v in mean_losses(base, lengths, name).items()}

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 import utils
-from eval import auroc
 from evaluation.runs import check_output, read_ranking
 from evaluation.texts import one_line, show_table
+from ranking import auroc
 from utils import UserError
 
 # --- another threshold ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ not pad a whole table.
 import html
 import re
 
-from eval import table
+from utils import table
 
 CELL = 80  # characters of a text in a table
 

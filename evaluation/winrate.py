@@ -26,16 +26,17 @@ import contextlib
 import csv
 import json
 import math
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
 import torch
 
+import batches
 import curate
-import data
+import models
 import utils
+from data import tokens
 from evaluation import judge
 from evaluation.losses import load_trained
 from evaluation.runs import (
@@ -129,13 +130,13 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     A prompt without text has no answer (""). One that leaves no room for the answer is refused.
     """
     rows = [{"prompt": p, "response": "."} for p in prompts]
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = models.context_length(model.config)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "prompts.jsonl"
         utils.write_jsonl(source, rows)
-        tokenised, _ = data.load_rows(str(source), tokenizer, name="prompts", template=template,
-                                      max_length=2**31, max_prompt=2**31, cache_dir=folder)
-        encoded = {row["row_id"]: curate.prompt_of(row) for row in tokenised}
+        tokenised, _ = tokens.load_rows(str(source), tokenizer, name="prompts", template=template,
+                                         max_length=2**31, cache_dir=folder)
+        encoded = {row["row_id"]: batches.prompt_of(row) for row in tokenised}
         ends = curate.end_tokens(tokenised, tokenizer)
     longest = max(encoded, key=lambda i: len(encoded[i]))
     if len(encoded[longest]) + max_new_tokens > context:
@@ -146,7 +147,7 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
                        batch_size=batch_size, label="answers")
     chat = template is None and tokenizer.chat_template
-    end = "" if chat else data.split_template(template or data.TEMPLATE)[2]
+    end = "" if chat else tokens.split_template(template or tokens.TEMPLATE)[2]
     texts = {i: answer_text(tokenizer.decode(tokens, skip_special_tokens=True), end)
              for i, (tokens, _) in zip(encoded, written, strict=True)}
     return [texts.get(i, "") for i in range(len(prompts))]
@@ -282,15 +283,43 @@ def rate(args):
 # --- judging --------------------------------------------------------------------------------------
 
 def pairs_of(outputs, reference):
-    """Annotations without preference, of instructions that both have, in the outputs' order."""
-    theirs = {row["instruction"]: row for row in reference}
-    shared = [row for row in outputs if row["instruction"] in theirs]
-    if not shared:
+    """Annotations without preference, of instructions that both have, in the outputs' order.
+
+    An instruction that stands in both files twice is judged twice, first with first. What has no
+    partner, and what is doubled, is said by number.
+    """
+    theirs, pairs, alone = {}, [], []
+    for number, row in enumerate(reference, 1):
+        theirs.setdefault(row["instruction"], []).append((number, row))
+    for number, row in enumerate(outputs, 1):
+        if not theirs.get(row["instruction"]):
+            alone.append(number)
+            continue
+        _, other = theirs[row["instruction"]].pop(0)
+        pairs.append({
+            "instruction": row["instruction"], "output_1": other["output"],
+            "generator_1": other.get("generator") or "reference", "output_2": row["output"],
+            "generator_2": row.get("generator") or "model",
+            "dataset": row.get("dataset") or "",
+            "preference": None})
+    if not pairs:
         raise UserError("the outputs and the reference have no instruction in common")
-    return [{"instruction": row["instruction"], "output_1": theirs[row["instruction"]]["output"],
-             "generator_1": theirs[row["instruction"]].get("generator") or "reference",
-             "output_2": row["output"], "generator_2": row.get("generator") or "model",
-             "dataset": row.get("dataset") or "", "preference": None} for row in shared]
+    left = sorted(number for rows in theirs.values() for number, _ in rows)
+    say_rows("outputs have no answer in the reference and are not judged", alone, outputs)
+    say_rows("answers of the reference have no output and are not used", left, reference)
+    for name, rows in (("outputs", outputs), ("reference", reference)):
+        seen = set()
+        say_rows(f"rows of the {name} repeat an instruction", [
+            number for number, row in enumerate(rows, 1)
+            if row["instruction"] in seen or seen.add(row["instruction"])], rows)
+    return pairs
+
+
+def say_rows(what, numbers, rows):
+    """A warning that names rows of a file by number, counted from one; none for no rows."""
+    if numbers:
+        print(f"warning: {len(numbers)} of {len(rows)} {what}: rows "
+              + ", ".join(map(str, numbers[:20])) + (" ..." if len(numbers) > 20 else ""))
 
 
 def judge_outputs(args):
@@ -300,6 +329,8 @@ def judge_outputs(args):
     name = args.local or args.judge
     if not args.local and not (args.url and args.judge):
         raise UserError("judge: give --url and --judge for an endpoint, or --local MODEL")
+    if not args.local:
+        judge.check_url(args.url)
     cache = judge.Cache(args.cache or f"{args.out}.cache.jsonl")
     print(judge.estimate(pairs, cache, name, args.price_in, args.price_out), flush=True)
     if args.estimate:
@@ -307,11 +338,8 @@ def judge_outputs(args):
     if args.local:
         judged = judge.LocalJudge(args.local, args.device)
     else:
-        key = os.environ.get(args.key_variable)
-        if not key:
-            raise UserError(f"{args.key_variable} is not set: the judge's key is read from the "
-                            "environment (any text for a local server that asks for none)")
-        judged = judge.Endpoint(args.url, args.judge, key, args.timeout, args.retries, args.wait)
+        judged = judge.Endpoint(args.url, args.judge, judge.read_key(args.key_variable),
+                                args.timeout, args.retries, args.wait)
     counts = judge.judge_pairs(pairs, judged, cache, 1 if args.local else args.parallel)
     write_list(args.out, pairs)
     done = sum(pair["preference"] is not None for pair in pairs)
@@ -356,7 +384,7 @@ def add_commands(parser):
     add("--key-variable", default="OPENAI_API_KEY", help="environment variable with the key")
     add("--cache", help="verdicts on disk (OUT.cache.jsonl)")
     add("--parallel", type=int, default=4, help="questions at a time")
-    add("--timeout", type=float, default=60.0, help="seconds")
+    add("--timeout", type=float, default=60.0, help="seconds for a whole reply")
     add("--retries", type=int, default=5)
     add("--wait", type=float, default=1.0, help="seconds before the first retry, then doubled")
     add("--price-in", type=float, default=0.0, help="per million tokens, for the estimate")

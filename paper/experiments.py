@@ -6,10 +6,9 @@ Scales, seeds and folders are those of the tables, whose finished runs are used 
 import shlex
 from pathlib import Path
 
-from evaluation.runs import read_result
-
-import compare
 import utils
+from evaluation.rankings import rethreshold
+from evaluation.runs import read_result
 from paper.figures import panels_figure
 from paper.plans import (
     METHODS,
@@ -167,7 +166,7 @@ def curated_runs(args, seed, raw_run, random, bds, online):
     kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"
             for name in ("random", "bds", "online")}
     for name, source in (("random", random), ("bds", bds.parent), ("online", online.parent)):
-        compare.keep(source, args.keep_fraction, kept[name])
+        rethreshold(source, args.keep_fraction, kept[name])
     budget, runs = budget_of(raw_run.parent), {}
     for name, flags in (("random k", [*raw, "--keep", str(kept["random"])]),
                         ("top k by BDS", [*raw, "--keep", str(kept["bds"])]),

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from evaluation.runs import read_result
-
-import baselines
 from paper.running import run_all, slug
 from toy import corpus
 from utils import UserError
@@ -119,22 +117,18 @@ def write_toy_rows(folder, seed, text):
     words = text.split()
     given = dict(zip(words[::2], words[1::2], strict=True))
     corpus.write(folder, seed=seed, noise=float(given.get("--noise", 0.4)),
-              contrary_share=float(given.get("--contrary", 0.5)),
-              upper=given.get("--upper", "right"))
+                 contrary_share=float(given.get("--contrary", 0.5)),
+                 upper=given.get("--upper", "right"))
 
 
-def toy_words(folder, script):
-    """Arguments that name written rows, with the toy's model and step sizes for the script."""
+def toy_words(folder):
+    """Arguments that name written rows, with the toy's model and step sizes."""
     if folder is None:
         return []
     words = ["--lower", str(folder / "lower.jsonl"), "--upper", str(folder / "upper.jsonl"),
              "--upper-heldout", str(folder / "heldout.jsonl"),
              "--lower-heldout", str(folder / "lower_heldout.jsonl")]
-    if script in (OFF, ON):
-        return ["--preset", "toy", *words]
-    return ["--model", str(corpus.MODEL), *words, *(
-        word for name, value in baselines.TOY.items()
-        for word in (f"--{name.replace('_', '-')}", str(value)))]
+    return ["--preset", "toy", *words]
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -193,7 +187,7 @@ def plan_of(args, methods, folder, scale, toy_rows):
             else:
                 name, kept = command or method.lower(), out.with_name(f"seed-{seed}.kept.jsonl")
                 plan.commands[kept] = shlex.join(
-                    ["-m", "baselines", name, *toy_words(rows, name), *parts["data"],
+                    ["-m", "baselines", name, *toy_words(rows), *parts["data"],
                      *parts["select"], *end, str(kept)])
                 if command is None:
                     file = kept
@@ -209,7 +203,7 @@ def training_words(args, parts, command, rows):
     """A training command with the scale's words; the method's own come last, so that they win."""
     script, *flags = words_of(command)
     short = SHORT_DYNAMIC if args.scale != "paper" and command.startswith(DYNAMIC) else ""
-    return [script, *words_of(short), *toy_words(rows, script), *parts["data"], *parts["train"],
+    return [script, *words_of(short), *toy_words(rows), *parts["data"], *parts["train"],
             *(parts["online"] if script == ON else []), *flags]
 
 
@@ -231,7 +225,8 @@ def print_needs(args, training, methods):
     """
     from transformers import AutoConfig
 
-    from bench import PUBLISHED_HOURS, PUBLISHED_ROWS, SHAPES
+    from benchmarks.shapes import SHAPES
+    from benchmarks.table2 import PUBLISHED_HOURS, PUBLISHED_ROWS
     from session import memory_and_disk
     from train_offline import parse_args as training_args
 

@@ -1,7 +1,7 @@
 """The paper's tables and figures, one function each.
 
-The runtime table is bench.py's. The paper's QA results are pictures without values in its source,
-so there is nothing to print beside ours.
+The runtime table is that of `python -m benchmarks table2`. The paper's QA results are pictures
+without values in its source, so there is nothing to print beside ours.
 """
 
 import json
@@ -9,6 +9,9 @@ import shlex
 import time
 from pathlib import Path
 
+from evaluation import winrate
+from evaluation.rankings import ranking_over_epochs
+from evaluation.runs import Run
 from paper.figures import line_figure
 from paper.plans import METHODS, SAFETY, chosen, execute, setting, words_of
 from paper.results import LOSSES, LOWER, RANKS, UPPER, store
@@ -26,7 +29,7 @@ from paper.statistics import (
 from toy import corpus
 from utils import UserError, table
 
-WIN_RATE = ["winrate.py"]  # the words behind `python` that name the win rate's command
+WIN_RATE = ["eval.py", "winrate"]  # the words behind `python` that name the win rate's command
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
 SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "random", "LESS", "DSIR", "BDS",
                   "online R=5% G=1", "online R=10% G=1", "online dynamic", "control: drop",
@@ -131,14 +134,12 @@ def orders_of(results, published, names):
 
 def ranking_figure(args):
     """The figure of the top 10 % questions: mean response length by epoch, BDS and online."""
-    import compare
-
     wanted = chosen(args, ("BDS", "online R=10% G=1", "online dynamic"))
     files_of = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
     if args.list:
         return
     results = {method: [{f"epoch {row['epoch']}": row["top_length"]
-                         for row in compare.ranking_over_epochs(compare.Run(file.parent))
+                         for row in ranking_over_epochs(Run(file.parent))
                          if row["group"] != "masked"} for file in files]
                for method, files in files_of.items()}
     columns = {key: key for runs in results.values() for run in runs for key in run}
@@ -191,8 +192,6 @@ def win_rates(args):
 
     On the toy the judge is the truth: a right answer beats a wrong one, else it is a tie.
     """
-    import winrate
-
     if args.scale != "toy" and not (args.prompts and args.judge):
         raise UserError("winrate: name --prompts FILE (AlpacaEval's instructions) and --judge "
                         "'--url https://api.openai.com/v1 --judge gpt-4-turbo'")
@@ -236,8 +235,6 @@ def answer_file(file):
 
 def preferences(args, file, base):
     """AlpacaEval's preference for each answer: 1 the base model's, 2 the run's, 1.5 a tie."""
-    import winrate
-
     if args.scale != "toy":
         judged = answer_file(file).with_suffix(".judged.json")
         return [row["preference"] for row in winrate.read_list(judged, ())]
@@ -284,10 +281,9 @@ def demo(args):
           f", wrong {online['refined/broken']:.0%} where it was right"))
     print(f"every row weighted and ranked: {folder}/bds/seed-0/weights.jsonl\n"
           f"bad answers rewritten: {folder}/{slug('online R=10% G=1')}/seed-0/curated.jsonl")
-    import compare  # matplotlib takes a second to import: only where a page is written
-    import report
+    from evaluation.report import write_report  # matplotlib takes a second to import
 
-    print(report.write([compare.Run(files[0].parent) for files in files_of.values()],
+    print(write_report([Run(files[0].parent) for files in files_of.values()],
                        folder / "report.html"))
     print("RESULT " + json.dumps({method: runs[0]["upper_heldout"]
                                   for method, runs in results.items()}

@@ -22,8 +22,8 @@ import utils
 from utils import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOAD = ["train_offline", "train_online", "baselines", "peft", "transformers.generation.utils",
-           "transformers.models.llama.modeling_llama"]
+PRELOAD = ["train_offline", "train_online", "baselines.less", "peft",
+           "transformers.generation.utils", "transformers.models.llama.modeling_llama"]
 
 
 def slug(name):

@@ -7,7 +7,6 @@ import re
 import statistics
 
 from evaluation.runs import read_result
-
 from utils import table
 
 CLAIM_COLUMNS = ("claim", "seeds as claimed", "difference", "p")

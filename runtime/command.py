@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sys
+from pathlib import Path
 
 from runtime.processes import ProcessLost, first_to_fail, rank, world_size
 from utils import UserError
@@ -54,11 +55,15 @@ def run(main, resumes=False):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end
         sys.exit(0)
     except OSError as error:
-        if error.errno not in ADVICE:  # such as a file of ours that is missing: not the user's
+        advice = ADVICE.get(error.errno)
+        if error.errno == errno.ENOENT and error.filename and not Path(
+                error.filename).absolute().parent.exists():
+            advice = "its folder has disappeared, choose another"
+        if advice is None:  # such as a file of ours that is missing: not the user's doing
             sys.stderr = sys.__stderr__
             raise
-        sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; "
-                              f"{ADVICE[error.errno]}, then run the same command again"))
+        sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; {advice}, then run "
+                              "the same command again"))
     except (Exception, ProcessLost) as error:
         if world_size() > 1:
             _end_without_partner(error)

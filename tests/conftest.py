@@ -199,6 +199,32 @@ def online(tmp_path, capfd, folders):
 
 
 @pytest.fixture
+def rank(tmp_path, capfd, folders):
+    """rank(method, files, **flags): `python -m baselines` in this process.
+
+    It returns a namespace: order (row_ids), ranked and rows (best first; by row_id), scores, text,
+    file, result (of the RESULT line).
+    """
+    from baselines.__main__ import main
+
+    def call(method, files, out="kept.jsonl", **options):
+        if files:
+            options = {key: files[key] for key in ("lower", "upper") if key in files} | {
+                "model": folders["llama"]} | options
+        options = {"out": tmp_path / out, "cache_dir": tmp_path / "cache"} | options
+        capfd.readouterr()
+        main([method, *flags(**options)])
+        text = capfd.readouterr().out
+        ranked = read_rows(options["out"])
+        rows = sorted(ranked, key=lambda row: row["row_id"])
+        return SimpleNamespace(
+            order=[row["row_id"] for row in ranked], text=text, file=options["out"], rows=rows,
+            ranked=ranked, scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
+            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")))
+    return call
+
+
+@pytest.fixture
 def refused(capfd):
     """refused(call) -> the one line on stderr of a call that ends in exit code 2."""
 
@@ -214,6 +240,28 @@ def refused(capfd):
         check.lines = lines
         return lines[-1]
     return check
+
+
+@pytest.fixture
+def measured(tmp_path, capfd):
+    """measured("logprob", "--rounds", 2, ...) -> the saved results; `.text` is what was printed."""
+    from benchmarks.__main__ import main
+
+    def call(*words):
+        file = tmp_path / "bench.json"
+        main([*map(str, words), "--json", str(file)])
+        call.text = capfd.readouterr().out
+        report = json.loads(file.read_text())
+        assert report["benchmark"] == words[0]
+        assert report["command"].startswith(f"python -m benchmarks {words[0]}")
+        assert report["torch"] == torch.__version__ and report["hardware"] and report["date"]
+        return report["results"]
+    return call
+
+
+def is_spread(found):
+    """Asserts that it is {"median", "min", "max"} of positive numbers, in their order."""
+    assert 0 < found["min"] <= found["median"] <= found["max"]
 
 
 def listing(folder):

@@ -10,7 +10,6 @@ from kernel_checks import (
     check_no_grad,
     check_no_rows,
     check_rows,
-    check_trained_head,
 )
 
 import generate as generation
@@ -37,9 +36,7 @@ def test_eq_token_logprobs_through_the_kernel(dtype, monkeypatch):
     assert errors["logps"] < 1e-5 and errors["gradient"] < 3e-3
 
 
-def test_eq_trained_head_and_edges():
-    errors = check_trained_head("cuda")
-    assert max(errors.values()) < 1e-5
+def test_no_rows_and_no_gradient():
     assert check_no_rows("cuda") == {"logps": [0], "gradient": [0, 24]}
     assert check_no_grad("cuda")["logps"] < 1e-5
 
@@ -88,6 +85,7 @@ def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
         if checkpointing and device == "cuda":
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
+        models.speed_up_lora(model)
         logps, lengths = logprobs.sequence_logprobs(model, pack(rows(), device))
         gradients = torch.autograd.grad((-logps / lengths).mean(), trained)
         found[device] = ((logps / lengths).detach().double().cpu(),

@@ -72,7 +72,7 @@ def test_empty_prompt_of_a_template(tmp_path, chat, text):
         ("alpha", "beta", "gamma", "delta"))]
     tokenizer = make_tokenizer(chat)
     loaded, _ = tokens.load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, name="lower",
-                               cache_dir=tmp_path / "cache")
+                                 cache_dir=tmp_path / "cache")
     prompts = [batches.prompt_of(row) for row in loaded]
     found = tokenizer.decode(curate.empty_prompt(prompts))
     assert found.replace("User: ", "User:") == text.replace("User: ", "User:")
@@ -87,7 +87,7 @@ def test_prompt_and_answer_rows():
 def test_check_room():
     rows = [{"trained": [0] * size + [1]} for size in (5, 40, 12)]
     curate.check_room(rows, 60, 100)
-    with pytest.raises(utils.UserError, match=r"61: behind the longest prompt of 40 tokens.*100"):
+    with pytest.raises(utils.UserError, match=r"61: behind .* prompt of 40 tokens.*100;.*-length"):
         curate.check_room(rows, 61, 100)
 
 
@@ -119,6 +119,7 @@ def calibration(monkeypatch):
         count = len(margins)
         fine = [True] * count if fine is None else fine
         answers = [([5, 6, 0] if ok else [0], True) for ok in fine]
+        sampling = {"max_new_tokens": 9, "temperature": 0.8, "end_ids": {0}, "batch_size": 3}
         rows = [batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) for n in range(count)]
         asked, scored = [], []
 
@@ -135,8 +136,7 @@ def calibration(monkeypatch):
         monkeypatch.setattr(curate, "scores", scores)
         config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(
             max_position_embeddings=context))
-        result = curate.calibrate(SimpleNamespace(max_new_tokens=9, generation_batch=3),
-                                  SimpleNamespace(config=config), rows, {0}, [3])
+        result = curate.calibrate(SimpleNamespace(config=config), rows, sampling, [3])
         return result, asked, scored
     return call
 
@@ -182,15 +182,17 @@ def test_eq_truth_metrics_of_the_toy():
             for old, new, choice in (
                 (right, right, "refined"), (right, contrary, "refined"),
                 (contrary, right, "refined"), (contrary, right, "original"),
-                (contrary, "1 1 1 1", "undecided"), (right, None, "original"))]
-    found = curate.truth_metrics(SimpleNamespace(toy=True), rows)
+                (contrary, "1 1 1 1", "undecided"))]
+    found = curate.truth_metrics(rows)
     assert found == {
         "refined/right_recommended": 2 / 5, "refined/right_always": 3 / 5,
         "refined/right_never": 2 / 5, "refined/precision": 2 / 3, "refined/repaired": 2 / 3,
         "refined/broken": 1 / 2}
-    assert curate.truth_metrics(SimpleNamespace(toy=False), rows) == {}
-    none = curate.truth_metrics(SimpleNamespace(toy=True), rows[-1:])
-    assert set(none.values()) == {None}
+    foreign = [row | {"prompt": "Why is the sky blue?"} for row in rows]
+    assert curate.truth_metrics(foreign) == curate.truth_metrics([]) == {}
+    sure = curate.truth_metrics(rows[:2])  # no original was wrong: none can be repaired
+    assert sure["refined/repaired"] is None and sure["refined/broken"] == 1 / 2
+    assert curate.truth_metrics(rows[3:])["refined/precision"] is None
 
 
 # --- the curated file -----------------------------------------------------------------------------
@@ -198,14 +200,14 @@ def test_eq_truth_metrics_of_the_toy():
 @pytest.fixture
 def spied(monkeypatch):
     """The answers of every refresh, {position: Answers}."""
-    seen, answer = [], train_online.answer
+    seen, refresh = [], train_online.refresh
 
     def spy(*args):
-        made, written = answer(*args)
+        made, found = refresh(*args)
         seen.append(made)
-        return made, written
+        return made, found
 
-    monkeypatch.setattr(train_online, "answer", spy)
+    monkeypatch.setattr(train_online, "refresh", spy)
     return seen
 
 
@@ -282,7 +284,7 @@ def test_curated_rows(online, files, folders, spied):
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"correction": 0.6}, {"skip_scores": True}], ids=["loss", "corrected", "omega alone"])
+    {}, {"correction": 0.6}], ids=["loss", "corrected"])
 def test_masked_rows_are_ranked_among_themselves(online, files, options):
     """Ranks interleave the two groups by the share of the group that stands above. In them: by
     weight; a masked row, which gains weight by its own words, by its original's loss at the end."""
@@ -291,21 +293,12 @@ def test_masked_rows_are_ranked_among_themselves(online, files, options):
     for group in (True, False):
         ranked = [e for e in run.weights if e["masked"] == group]
         values = [-e["weight"] for e in ranked]
-        if group and not options.get("skip_scores"):
+        if group:
             values = [e["final_loss"] - options.get("correction", 0) * e.get("attainable_loss", 0)
                       for e in ranked]
         assert len(values) == 10 and values == sorted(values)
     for first, second in zip(run.curated[::2], run.curated[1::2], strict=True):
         assert {first["masked"], second["masked"]} == {True, False}
-
-
-def test_rank_by_final_ranks_both_files_alike(online, files):
-    run = online(files(lower=15, upper=6), batch=5, epochs=2, omega_lr=30, rank_by="final",
-                 keep_fraction=0.5, lr=1e-2)
-    losses = [entry["final_loss"] for entry in run.weights]
-    assert losses == sorted(losses)
-    assert [(e["row_id"], e["kept"]) for e in run.curated] == [
-        (e["row_id"], e["kept"]) for e in run.weights]
 
 
 @pytest.mark.parametrize("masked", ["drop", "original"])
@@ -343,8 +336,8 @@ def test_both_rankings_feed_keep(online, train, files):
 
 def test_the_toy_is_judged_by_its_own_truth(capfd, tmp_path, monkeypatch):
     """The embedded toy, 60 rows of it: shares of right answers by counting in curated.jsonl."""
-    if not (ROOT / "toy_model" / "config.json").exists():
-        pytest.skip("the embedded base model has not been made yet (python toy.py)")
+    if not (ROOT / "toy" / "model" / "config.json").exists():
+        pytest.skip("the embedded base model has not been made yet (python -m toy train)")
     monkeypatch.setattr(corpus, "make_rows", functools.partial(
         corpus.make_rows, num_lower=60, num_upper=30, num_heldout=44))
     train_online.main(flags(out=tmp_path / "run", cache_dir=tmp_path / "cache", batch=20, epochs=1,
@@ -383,7 +376,7 @@ def exported(row, layout):
 
 @pytest.mark.parametrize("layout", curate.FORMATS)
 def test_export(online, files, tmp_path, monkeypatch, layout):
-    """Kept or rewritten rows in rank order with the recommended response; data.py reads them back.
+    """Kept or rewritten rows in rank order with the recommended response; data/ reads them back.
 
     The rule is bent to recommend every other refined answer: all four kinds of row occur."""
     choices = itertools.cycle(("refined", "original"))
@@ -397,8 +390,8 @@ def test_export(online, files, tmp_path, monkeypatch, layout):
     for row, entry in zip(rows, kept, strict=True):
         response = entry["refined" if entry["recommended"] == "refined" else "response"]
         assert exported(row, layout) == (entry["prompt"], response)
-    loaded, _ = tokens.load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(), name="lower",
-                               cache_dir=tmp_path / "cache")
+    loaded, _ = tokens.load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(),
+                                 name="lower", cache_dir=tmp_path / "cache")
     texts = [exported(row, layout) for row in rows]
     assert list(loaded["hash"]) == [utils.content_hash(*text) for text in texts if text[1].strip()]
 

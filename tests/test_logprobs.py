@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface
 
 import logprobs
+import models
 from batches import pack
 from logprobs import check_model, sequence_logprobs, token_logprobs, token_logprobs_reference
 
@@ -148,12 +149,17 @@ def test_nothing_of_vocabulary_size_is_kept():
 
 
 def test_eq_trained_head_gets_its_gradient():
-    """A head that wants a gradient gets one: d log p / d W by finite differences of the
-    definition."""
+    """A head that wants a gradient gets one from the reference, by the argument or the module's
+    switch: d log p / d W by finite differences of the definition. Elsewhere it is refused."""
     hidden, head, targets = problem(7, 19)
     head.requires_grad_()
     hidden.requires_grad_()
-    token_logprobs(hidden, head, targets).sum().backward()
+    for kernel in (None, "auto", "torch"):
+        with pytest.raises(ValueError, match=r"head wants a gradient, .* kernel='reference'"):
+            token_logprobs(hidden, head, targets, kernel=kernel)
+        with torch.no_grad():  # nobody wants one
+            token_logprobs(hidden, head, targets, kernel=kernel)
+    token_logprobs(hidden, head, targets, kernel="reference").sum().backward()
     for v, k in ((0, 0), (18, 23), (int(targets[0]), 4)):
         step = torch.zeros_like(head)
         step[v, k] = 1e-5
@@ -166,39 +172,6 @@ def test_eq_trained_head_gets_its_gradient():
         slope = (total(head + step) - total(head - step)) / 2e-5
         assert slope.item() == pytest.approx(head.grad[v, k].item(), abs=1e-7)
     assert hidden.grad is not None
-
-
-@pytest.mark.parametrize("frozen_hidden", [False, True])
-def test_eq_trained_head_in_chunks(monkeypatch, frozen_hidden):
-    """Both gradients with weights, zeros among them, against autograd through log_softmax."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 16 * 101)
-    hidden, head, targets = problem(53, 101)
-    weights = torch.randn(53, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    weights[::3] = 0.0
-    logps = torch.log_softmax(hidden.requires_grad_() @ head.requires_grad_().T, 1)
-    logps = logps[torch.arange(53), targets]
-    expected = torch.autograd.grad(logps, (hidden, head), weights)
-    found = token_logprobs(hidden.detach() if frozen_hidden else hidden, head, targets)
-    torch.testing.assert_close(found, logps, rtol=1e-12, atol=1e-12)
-    found.backward(weights)
-    torch.testing.assert_close(head.grad, expected[1], rtol=1e-12, atol=1e-12)
-    if not frozen_hidden:
-        torch.testing.assert_close(hidden.grad, expected[0], rtol=1e-12, atol=1e-12)
-
-
-def test_a_trained_head_keeps_nothing_of_vocabulary_by_length_and_skips_weight_zero():
-    """Two products forward and again; three with a gradient, of the positions with weight only."""
-    hidden, head, targets = problem(40, 503, dtype=torch.float32)
-    one, kept = 2 * 40 * 24 * 503, []
-    weights = torch.ones(40)
-    weights[10:] = 0.0
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t,
-                                                  lambda t: t):
-        logps = token_logprobs(hidden.requires_grad_(), head.requires_grad_(), targets)
-    assert kept == [(40, 24), (503, 24), (40,)]
-    with FlopCounterMode(display=False) as counter:
-        logps.backward(weights)
-    assert counter.get_total_flops() == 3 * one // 4
 
 
 def test_the_switch_forces_a_path(monkeypatch):
@@ -258,8 +231,16 @@ def test_shapes_that_do_not_match_are_refused():
 MAKERS = {"llama": make_llama, "neox": make_neox}
 
 
-def load(name, dtype=torch.float64, lora=False, checkpointing=False, **changes):
-    """(packed model, the same weights under transformers' attention), both with random A and B."""
+class Quantised(torch.nn.Linear):
+    """A base layer of another class, which PEFT's own forward under autocast has to serve."""
+
+
+def load(name, dtype=torch.float64, lora=False, checkpointing=False, base_layer=None, **changes):
+    """(packed model, the same weights under transformers' attention), both with random A and B.
+
+    The packed one's adapters are the fast ones of models.py, the other's PEFT's own. base_layer:
+    another class for the layers below the packed one's adapters.
+    """
     import peft
 
     plain = MAKERS[name](**changes).to(dtype).eval().requires_grad_(False)
@@ -274,6 +255,9 @@ def load(name, dtype=torch.float64, lora=False, checkpointing=False, **changes):
         generator = torch.Generator().manual_seed(5)
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+    for layer in (m for m in packed.modules() if hasattr(m, "lora_A")):
+        layer.base_layer.__class__ = base_layer or torch.nn.Linear
+    models.speed_up_lora(packed)
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
         packed.train()
@@ -395,6 +379,22 @@ def test_a_head_with_a_bias_takes_the_reference_path():
     torch.testing.assert_close(logps, torch.stack([alone(plain, row) for row in rows]),
                                rtol=1e-11, atol=1e-11)
     check_model(packed, 1e-9)
+
+
+def test_eq_a_trained_head_takes_the_reference_path():
+    """The model's own logits: log-probs and the head's gradient are those of single rows."""
+    packed, plain = load("llama")
+    rows = ragged_rows()
+    for model in (packed, plain):
+        model.lm_head.weight.requires_grad_()
+    logps, _ = sequence_logprobs(packed, pack(rows))
+    expected = torch.stack([alone(plain, row) for row in rows])
+    torch.testing.assert_close(logps, expected, rtol=1e-11, atol=1e-11)
+    logps.sum().backward()
+    expected.sum().backward()
+    assert plain.lm_head.weight.grad.norm() > 1
+    torch.testing.assert_close(packed.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=1e-9,
+                               atol=1e-11)
 
 
 def gemma(**changes):
@@ -614,9 +614,9 @@ def products(call):
     return seen, result
 
 
-def mixed(name, checkpointing=False):
-    """A bf16 base with float32 adapters, as `loading.add_lora` makes them, and its float64 twin."""
-    packed, exact = (load(name, dtype, lora=True, initializer_range=0.05)[0]
+def mixed(name, checkpointing=False, base_layer=None):
+    """A bf16 base with float32 adapters, as `models.add_lora` makes them, and its float64 twin."""
+    packed, exact = (load(name, dtype, lora=True, initializer_range=0.05, base_layer=base_layer)[0]
                      for dtype in (torch.bfloat16, torch.float64))
     for (key, parameter), twin in zip(packed.named_parameters(), exact.parameters(), strict=True):
         if "lora_" in key:
@@ -628,10 +628,6 @@ def mixed(name, checkpointing=False):
     return packed, exact
 
 
-class Quantised(torch.nn.Linear):
-    """A base layer of another class, which PEFT's own forward under autocast has to serve."""
-
-
 @pytest.mark.parametrize("kind", ["fused", "fused, checkpointed", "autocast",
                                   "autocast, checkpointed"])
 @pytest.mark.parametrize("name", MAKERS)
@@ -639,10 +635,8 @@ def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, kind):
     """Every product of the layers, forward and backward; float32 logits; gradients near those of
     float64, and float32, as Adam's masters need. As PEFT is, the adapters' were float32."""
     checkpointing = kind.endswith("checkpointed")
-    packed, exact = mixed(name, checkpointing)
+    packed, exact = mixed(name, checkpointing, Quantised if "autocast" in kind else None)
     rows = ragged_rows()
-    for layer in (m for m in packed.modules() if hasattr(m, "base_layer")):
-        layer.base_layer.__class__ = Quantised if "autocast" in kind else torch.nn.Linear
     trained = [p for p in packed.parameters() if p.requires_grad]
     assert {p.dtype for p in trained} == {torch.float32}
 
@@ -657,7 +651,8 @@ def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, kind):
     # The head's first product is float32 here (a GPU's reads bf16 and writes float32), rotary
     # angles are: 2 tensors each, and nothing else.
     assert seen.count(torch.float32) <= 2 * 2 * (2 if checkpointing else 1), seen
-    assert not any(getattr(m, "cast_input_dtype_enabled", True) is False for m in packed.modules())
+    widened = [m.cast_input_dtype_enabled for m in packed.modules() if hasattr(m, "lora_A")]
+    assert widened == ["autocast" not in kind] * layers  # PEFT's switch, where its forward runs
     expected, lengths = sequence_logprobs(exact, pack(rows))
     assert ((logps - expected) / lengths).abs().max() < 0.02
     exact_trained = [p for p in exact.parameters() if p.requires_grad]
@@ -674,6 +669,9 @@ def test_eq_lora_layers_are_pefts_own(name):
     import peft
 
     fused, plain = load(name, lora=True)
+    assert [["forward" in vars(m) for m in model.modules() if hasattr(m, "lora_A")]
+            for model in (fused, plain)] == [[fast] * {"llama": 14, "neox": 8}[name]
+                                             for fast in (True, False)]
     for model in (fused, plain):
         model.add_adapter("second", peft.LoraConfig(
             r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -718,15 +716,23 @@ def test_eq_lora_layers_are_pefts_own(name):
     assert not torch.allclose(layer(x), expected)
 
 
-def test_autocast_is_for_what_cannot_be_fused():
-    """A float32 base stays float32; a bf16 one without adapters, or with fused ones, needs none."""
-    for dtype, lora in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        packed, _ = load("neox", dtype, lora=lora)
-        states = []
-        packed.get_input_embeddings().register_forward_hook(
-            lambda *_, states=states: states.append(torch.is_autocast_enabled("cpu")))
-        sequence_logprobs(packed, pack(ragged_rows()))
-        assert states == [False]
+@pytest.mark.parametrize(("dtype", "lora", "base_layer", "expected"), [
+    (torch.float32, True, None, {False}), (torch.float32, True, Quantised, {False}),
+    (torch.bfloat16, False, None, {False}), (torch.bfloat16, True, None, {False}),
+    (torch.bfloat16, True, Quantised, {False, True})])
+def test_autocast_is_for_what_cannot_be_fused(dtype, lora, base_layer, expected):
+    """A float32 base stays float32; a bf16 one without adapters, or with fused ones, needs none;
+    elsewhere it covers the layers that have an adapter and nothing else."""
+    packed, _ = load("neox", dtype, lora=lora, base_layer=base_layer)
+    states = {}
+    for name, module in packed.named_modules():
+        module.register_forward_hook(lambda *_, name=name: states.update(
+            {name: torch.is_autocast_enabled("cpu")}))
+    sequence_logprobs(packed, pack(ragged_rows()))
+    assert set(states.values()) == expected
+    adapted = [n for n in states if n.endswith("base_layer") or ".lora_" in n]
+    assert {n for n, state in states.items() if state} == (
+        set(adapted) if True in expected else set()) and (not adapted) == (base_layer is None)
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -734,7 +740,7 @@ def test_autocast_is_for_what_cannot_be_fused():
 MEMORY = """
 import json, re, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-import data, logprobs
+import batches, logprobs
 
 def memory(key):  # VmHWM: the most this process has held, VmRSS: what it holds; bytes
     return 1024 * int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1])

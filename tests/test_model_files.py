@@ -10,6 +10,7 @@ from conftest import copy_tree, flags, listing
 import train_offline
 import train_online
 
+
 @pytest.fixture
 def bad(tmp_path, files, folders, refused):
     """bad(script=..., **flags) -> the line; nothing is left in the run folder."""

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 import reproduce
 
 HERE = Path(__file__).parent.parent

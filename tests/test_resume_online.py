@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, copy_tree, flags, listing, python, read_rows
 from test_resume import Killed, last_step
 
+import curate
 import models
 import train_online
 from runtime import metrics
@@ -49,19 +50,19 @@ def stop_at(monkeypatch):
     save, refine = models.save_adapter, curate.generate
 
     def arm(step, where="after the log"):
-        def log_or_die(file, metrics):
-            log(file, metrics)
-            if metrics["step"] == step and where == "after the log":
+        def log_or_die(file, values):
+            log(file, values)
+            if values["step"] == step and where == "after the log":
                 raise Killed
 
-        def answer_or_die(*args):
+        def answer_or_die(*args, **more):
             def half(model, prompts, seeds, **options):
                 count = len(prompts) // 2
                 write(model, prompts[:count], seeds[:count], **options)
                 raise Killed
             if args[-1] == step and where == "during generation":
                 monkeypatch.setattr(train_online, "generate", half)
-            made = answer(*args)
+            made = answer(*args, **more)
             if args[-1] == step and where == "after the refresh":
                 raise Killed
             return made
@@ -86,12 +87,12 @@ def stop_at(monkeypatch):
 
 @pytest.mark.parametrize("options", [
     {"num_answers": 2, "mask": "dynamic", "omega_lr": 20, "ratio": "sequence"},
-    {"mask": "dynamic", "sticky_mask": True, "omega_optimizer": "adam", "omega_lr": 0.05,
-     "center": True, "generate": "all", "schedule": "cosine"},
+    {"mask": "dynamic", "omega_optimizer": "adam", "omega_lr": 0.05, "center": True,
+     "ratio": "lambda", "schedule": "cosine"},
     {"num_answers": 2, "correction": 0.5, "first_refresh": 2, "omega_loss": "current",
      "gradient_checkpointing": True},
     {"masked": "drop", "mask": "dynamic", "omega_lr": 20}],
-    ids=["dynamic", "sticky, adam, all", "corrected, late refresh", "drop"])
+    ids=["dynamic", "adam, centred, lambda", "corrected, late refresh", "drop"])
 def test_stopped_anywhere_goes_on_bit_for_bit(online, files, stop_at, options):
     """Stopped in the middle of refreshes, between them, and after training; refreshes fall on
     other steps than checkpoints, so the buffer, its old log-probs and the mask must be saved."""
@@ -160,11 +161,11 @@ def test_a_finished_run_may_be_ranked_again(online, files):
 
 @pytest.mark.parametrize("changes", [
     {"k_gen": 2}, {"num_answers": 2}, {"ratio_masked": 0.5}, {"masked": "drop"},
-    {"ratio": "none"}, {"temperature": 0.9}, {"mask": "dynamic"}, {"first_refresh": 1}],
+    {"ratio": "lambda"}, {"temperature": 0.9}, {"mask": "dynamic"}, {"first_refresh": 1}],
     ids=lambda changes: next(iter(changes)))
 def test_another_argument_is_refused_by_name(online, files, refused, changes):
     paths = files(lower=6, upper=6)
-    options = {"batch": 3, "epochs": 1, "skip_scores": True}
+    options = {"batch": 3, "epochs": 1}
     online(paths, **options)
     line = refused(lambda: online(paths, **options | changes, resume=True))
     (name,) = changes

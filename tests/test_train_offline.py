@@ -11,18 +11,11 @@ import math
 import random
 import re
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    copy_tree,
-    flags,
-    listing,
-    make_rows,
-    read_rows,
-    write_rows,
-)
+from conftest import ROOT, copy_tree, flags, listing, make_rows, read_rows, write_rows
 from safetensors.torch import load_file
 
 import batches
@@ -33,6 +26,7 @@ import train_offline
 import utils
 from data import sets, tokens
 from selector import penalty
+from toy import corpus
 
 
 def omega(run, epoch):
@@ -282,21 +276,20 @@ def test_bds_that_moves_is_not_direct_mixing(train, files):
 def test_eq_omega_flags_by_their_formula(train, files):
     """One plain step from uniform: omega_i = -alpha gamma (C_i - mean C) / N for a full batch.
 
-    `--no-omega-gamma` multiplies by 1 / gamma = 9; `--center` removes the batch's own mean at the
+    `--center` removes the batch's own mean at the
     first step, which changes nothing for a full batch; `--omega-loss current` has the loss before
     the step, which is the base loss in the ranking, and "next" the one after, the final loss.
     """
     paths, runs = files(lower=6, upper=6), {}
-    for name, options in {"next": {}, "current": {"omega_loss": "current"},
-                          "no gamma": {"no_omega_gamma": True}, "center": {"center": True},
-                          }.items():
+    for name, more in {"next": {}, "current": {"omega_loss": "current"},
+                       "center": {"center": True}}.items():
         runs[name] = train(paths, out=name, batch=6, epochs=1, lr=5e-3, omega_lr=2,
-                           dtype="float64", **options)
+                           dtype="float64", **more)
     weights = {entry["row_id"]: entry for entry in runs["next"].weights}
-    for name, column, factor in (("next", "final_loss", 1 / 9), ("current", "base_loss", 1 / 9),
-                                 ("no gamma", "final_loss", 1.0), ("center", "final_loss", 1 / 9)):
+    for name, column in (("next", "final_loss"), ("current", "base_loss"),
+                         ("center", "final_loss")):
         losses = torch.tensor([weights[i][column] for i in range(6)], dtype=torch.float64)
-        expected = -2 * factor * (losses - losses.mean()) / 6
+        expected = -2 / 9 * (losses - losses.mean()) / 6
         torch.testing.assert_close(omega(runs[name], 1), expected, rtol=1e-6, atol=1e-9)
     assert (omega(runs["next"], 1) - omega(runs["current"], 1)).abs().max() > 1e-5
 
@@ -375,7 +368,7 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
     source[0]["response"], source[11]["response"] = "", " "
     source[12]["prompt"], source[38]["prompt"] = "", "long " * 60
     paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    run = train(paths, batch=36, epochs=1, lr=0, omega_lr=50, max_prompt=100, keep_fraction=0.5)
+    run = train(paths, batch=36, epochs=1, lr=0, omega_lr=50, max_length=100, keep_fraction=0.5)
     entries = {entry["row_id"]: entry for entry in run.weights}
     assert sorted(entries) == [i for i in range(40) if i not in dropped]
     losses = dict(zip(entries, plain_losses(folders["llama"], [source[i] for i in entries]),
@@ -494,7 +487,7 @@ def test_run_folder_and_metrics(train, files):
         for name in ("adapter.safetensors", "state.pt")}  # the last two
     assert set(found) >= {
         "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
-        "config.json", "metrics.jsonl", "result.json", "weights.jsonl",
+        "config.json", "metrics.jsonl", "result.json", "weights.jsonl", "shown.jsonl",
         "weights/base_losses.safetensors", "weights/epoch_1.safetensors",
         "weights/epoch_2.safetensors"}
     assert json.loads((run.out / "result.json").read_text()) == run.result
@@ -540,6 +533,53 @@ def test_held_out_rows_are_split_off_the_upper_set(train, files, taken):
     run = train(paths, batch=8, epochs=4, lr=0, skip_scores=True)
     assert set(chain(*taken[27])) == set(range(27))
     assert "upper_heldout" in run.result and 30 not in taken
+
+
+def test_held_out_rows_may_be_another_split_of_the_upper_source(train, files, folders, tmp_path):
+    """FOLDER trains on its files named train, FOLDER@test is what it is judged on."""
+    paths, folder = files(lower=6, upper=0, heldout=0), tmp_path / "set"
+    folder.mkdir()
+    trained, held_out = make_rows(7, seed=21), make_rows(5, seed=22)
+    write_rows(folder / "train.jsonl", trained)
+    write_rows(folder / "test.jsonl", held_out)
+    run = train(paths, upper=folder, upper_heldout=f"{folder}@test", batch=7, epochs=1,
+                skip_scores=True)
+    assert "upper: 7 rows" in run.text and "upper_heldout: 5 rows" in run.text
+    for key, found, rows in (("upper", run.metrics[0]["upper_loss"], trained),
+                             ("held out", run.result["base/upper_heldout"], held_out)):
+        losses = plain_losses(folders["llama"], rows)
+        assert found == pytest.approx(sum(losses) / len(losses), rel=1e-4), key
+
+
+def test_clip_inf_is_no_clipping(train, files, adapters):
+    """The same run, bit for bit, as under a norm that nothing reaches; another than under 1."""
+    paths, found = files(lower=8, upper=6), []
+    for clip in ("inf", 1e30, 0.1):
+        run = train(paths, out=f"run{clip}", adapter=adapters["llama"], batch=4, epochs=1, lr=1e-2,
+                    clip=clip, omega_optimizer="sgd", skip_scores=True)
+        assert all(1 < step["grad_norm"] < math.inf for step in run.metrics)
+        found.append((run.out / "adapter/adapter_model.safetensors").read_bytes())
+    assert found[0] == found[1] != found[2]
+
+
+def test_shown_rows_are_the_two_ends_of_the_ranking(train, files, monkeypatch):
+    """shown.jsonl, for the report: the texts of the 60 best and the 60 worst rows, best first; of
+    a small file each row once."""
+    paths = files(lower=131, upper=6, longest=3)
+    options = {"batch": 131, "epochs": 1, "omega_lr": 20, "omega_loss": "current", "lr": 0}
+    run = train(paths, **options)
+    source, shown = read_rows(paths["lower"]), read_rows(run.out / "shown.jsonl")
+    assert [row["row_id"] for row in shown] == [
+        row["row_id"] for row in (*run.weights[:60], *run.weights[-60:])]
+    for row in shown:
+        assert row == {"row_id": row["row_id"], "hash": row["hash"]} | source[row["row_id"]]
+        assert row["hash"] == utils.content_hash(row["prompt"], row["response"])
+    run = train(files(lower=9, upper=6), out="few", method="mix", batch=9, epochs=1)
+    assert [row["row_id"] for row in read_rows(run.out / "shown.jsonl")] == [
+        row["row_id"] for row in run.weights]
+    run = train(files(lower=9, upper=6), out="none", method="mix", batch=9, epochs=1,
+                skip_scores=True)  # nothing was ranked
+    assert not (run.out / "shown.jsonl").exists() and not (run.out / "weights.jsonl").exists()
 
 
 def test_training_lowers_the_upper_loss(train, files):
@@ -639,10 +679,15 @@ def parser(monkeypatch):
 
 
 def test_every_flag_is_read_somewhere(parser):
-    """By name, as `args.flag` or through a formatted name; a range check alone does not count."""
+    """By name, as `args.flag`, in a list of names or through a formatted one; a range check alone
+    does not count."""
     sources = "".join((ROOT / name).read_text() for name in (
-        "train_offline.py", "options.py", "session.py", "data/sets.py"))
+        "train_offline.py", "session.py", "data/sets.py", "options.py"))
+    checks = sources.index("def check_values"), sources.index("def gammas")
+    sources = sources[:checks[0]] + sources[checks[1]:]
     read = set(re.findall(r"\bargs\.(\w+)", sources)) | set(re.findall(r"\bfirst\.(\w+)", sources))
+    for names in re.findall(r"getattr\(args, name\) for name in \(([^)]+)\)", sources):
+        read |= set(re.findall(r'"(\w+)"', names))
     patterns = [re.sub(r"\{\w+\}", r"(lower|upper|upper_heldout|lower_heldout)", pattern)
                 for pattern in re.findall(r'getattr\(args, f"([^"]+)"', sources)]
     read |= set(re.findall(r'getattr\(args, "(\w+)"', sources))
@@ -689,6 +734,19 @@ def test_presets_hold_the_published_values_and_nothing_else(preset):
     # The command line stands above the preset.
     assert train_offline.parse_args([*given, "--lr", "1", "--epochs", "2"]).lr == 1
     assert [penalty(epoch) for epoch in range(3)] == options.gammas(argparse.Namespace(**args))
+
+
+def test_the_toys_preset_is_what_runs_without_arguments(tmp_path):
+    """And it can be had for rows of one's own, at any value of one's own."""
+    bare, named = (vars(train_offline.parse_args(argv)) for argv in ([], ["--preset", "toy"]))
+    assert bare | {"preset": "toy"} == named and bare["toy"] and bare["correction"] == 0
+    assert Path(bare["model"]) == corpus.MODEL
+    rows = flags(lower="a.jsonl", upper="b.jsonl", lr=0.5)
+    own = vars(train_offline.parse_args([*rows, "--preset", "toy"]))
+    assert not own["toy"] and own["lr"] == 0.5
+    assert {key for key in named if own[key] != named[key]} == {"lower", "upper", "lr", "toy"}
+    with pytest.raises(utils.UserError, match="--model is missing"):
+        train_offline.parse_args(rows)
 
 
 def test_dry_run_writes_nothing_and_prints_the_plan(train, files, tmp_path, folders):

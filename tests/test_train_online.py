@@ -47,30 +47,34 @@ def spied(monkeypatch):
     `spied.shift` is added to the old log-probs of every refresh, so that ratios are not one; `true`
     holds them before. `spied.written` are the tokens of each refresh.
     """
-    class Spy:
-        answers, masks, true, written, shift = [], [], [], [], None
+    spy = SimpleNamespace(answers=[], masks=[], true=[], written=[], shift=None)
+    answer, refresh = train_online.answer, train_online.refresh
+    new_mask = train_online.new_mask
 
-    spy = Spy()
-    spy.answers, spy.masks, spy.true, spy.written = [], [], [], []
-    answer, new_mask = train_online.answer, train_online.new_mask
-
-    def record(args, *rest):
-        made, written = answer(args, *rest)
-        spy.true.append({p: a.old_logps.clone() for p, a in made.items()})
+    def record(*args, num_answers, **options):
+        made, written = answer(*args, num_answers=num_answers, **options)
+        spy.true.append([answers.old_logps.clone() for answers in made])
         if spy.shift is not None:
             generator = torch.Generator().manual_seed(len(spy.answers))
-            for answers in made.values():
-                noise = torch.rand(args.num_answers, generator=generator, dtype=torch.float64)
+            for answers in made:
+                noise = torch.rand(num_answers, generator=generator, dtype=torch.float64)
                 answers.old_logps = answers.old_logps + spy.shift * (2 * noise - 1)
-        spy.answers.append((rest[-1], made))
         spy.written.append(written)
         return made, written
+
+    def record_refresh(run, *rest):
+        made, found = refresh(run, *rest)
+        if made:
+            spy.answers.append((run.step, made))
+            spy.true[-1] = dict(zip(made, spy.true[-1], strict=True))
+        return made, found
 
     def record_mask(*rest):
         spy.masks.append(new_mask(*rest))
         return spy.masks[-1]
 
     monkeypatch.setattr(train_online, "answer", record)
+    monkeypatch.setattr(train_online, "refresh", record_refresh)
     monkeypatch.setattr(train_online, "new_mask", record_mask)
     return spy
 
@@ -111,9 +115,8 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, c
             return sum(losses) / num_answers
         sums = [token_logps(model, y).sum().item() for y in answers]
         mine = []
-        for y, now, before in zip(answers, sums, old, strict=True):
-            log_r = {"sequence": now - before, "token-mean": (now - before) / (len(y[0]) - y[1]),
-                     "none": 0.0, "lambda": now + math.log(num_answers)
+        for now, before in zip(sums, old, strict=True):
+            log_r = {"sequence": now - before, "lambda": now + math.log(num_answers)
                      - math.log(sum(math.exp(other) for other in sums))}[ratio]
             over = ratio != "lambda" and abs(log_r) > max_log_ratio
             mine.append((math.exp(math.copysign(max_log_ratio, log_r) if over else log_r), over))
@@ -167,9 +170,7 @@ CASES = {
     "G = 5, dynamic, loss at theta^k": {"num_answers": 5, "mask": "dynamic",
                                         "omega_loss": "current", "micro_batch": 7},
     "clamped": {"num_answers": 2, "max_log_ratio": 0.3},
-    "token-mean": {"num_answers": 3, "ratio": "token-mean"},
     "lambda": {"num_answers": 3, "ratio": "lambda", "micro_batch": 4},
-    "none": {"num_answers": 2, "ratio": "none"},
     "corrected": {"num_answers": 2, "correction": 0.6},
     "drop": {"masked": "drop"},
     "original": {"masked": "original"},
@@ -205,7 +206,7 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, spied, case)
     for name, value in theta.items():
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-5,
                                    atol=3e-3 * 1e-4, msg=name)
-    if options["masked"] == "generate" and options["ratio"] in ("sequence", "token-mean"):
+    if options["masked"] == "generate" and options["ratio"] == "sequence":
         assert all(abs(step["ratio_mean"] - 1) > 1e-3 for step in record)
     assert (record[0]["ratio_clamped"] > 0) == (case == "clamped")
 
@@ -230,22 +231,19 @@ def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, t
 
 
 def test_eq_ratio_flags():
-    """r, r of the mean token, G lambda, one: (n, G) log-probs, by their formulas."""
+    """r and G lambda: (n, G) log-probs, by their formulas."""
     now = torch.tensor([[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([[-3.5, -7.0], [-9.0, -2.5]], dtype=torch.float64)
-    lengths, found = torch.tensor([[2, 4], [5, 1]]), {}
-    for flag in ("sequence", "token-mean", "lambda", "none"):
-        argv = flags(ratio=flag, max_log_ratio=2, model="m", lower="a", upper="b")
-        r, count = train_online.ratios(train_online.parse_args(argv), now, lengths, old)
+    found = {}
+    for flag in ("sequence", "lambda"):
+        r, count = train_online.answer_weights(flag, now, old, 2.0)
         assert not r.requires_grad and r.dtype == torch.float64
         found[flag] = r.tolist(), count
     e = math.exp
     for flag, rows, count in (
             ("sequence", [[e(0.5), e(-1)], [e(2), 1]], 1),
-            ("token-mean", [[e(0.25), e(-0.25)], [e(1.4), 1]], 0),
             ("lambda", [[2 * e(-3) / (e(-3) + e(-8)), 2 * e(-8) / (e(-3) + e(-8))],
-                        [2 * e(-2) / (e(-2) + e(-2.5)), 2 * e(-2.5) / (e(-2) + e(-2.5))]], 0),
-            ("none", [[1, 1], [1, 1]], 0)):
+                        [2 * e(-2) / (e(-2) + e(-2.5)), 2 * e(-2.5) / (e(-2) + e(-2.5))]], 0)):
         assert found[flag][1] == count
         for mine, theirs in zip(found[flag][0], rows, strict=True):
             assert mine == pytest.approx(theirs), flag
@@ -286,6 +284,7 @@ def test_original_is_offline_selection_bit_for_bit(train, online, files, adapter
         assert [key for key in a if a[key] != b[key] and not key.startswith("time/")] == []
     for key in ("upper_heldout", "lower_original", "base/auroc"):
         assert bds.result.get(key) == run.result.get(key)
+    assert [e["row_id"] for e in bds.weights] == [e["row_id"] for e in run.weights]
     assert run.result["answers_generated"] == 0
 
 
@@ -330,7 +329,7 @@ def test_drop_with_every_row_masked_is_the_upper_level_alone(online, files, corr
 def test_static_mask_is_drawn_once(online, files, spied):
     """Exactly round(R N) rows, the same at every refresh; another seed draws others."""
     paths = files(lower=20, upper=6)
-    options = {"batch": 5, "epochs": 2, "k_gen": 2, "omega_lr": 50, "skip_scores": True}
+    options = {"batch": 5, "epochs": 2, "k_gen": 2, "omega_lr": 50}
     run = online(paths, **options)
     assert [int(mask.sum()) for mask in spied.masks] == [6] * 4
     assert all(torch.equal(mask, spied.masks[0]) for mask in spied.masks)
@@ -341,25 +340,22 @@ def test_static_mask_is_drawn_once(online, files, spied):
     assert not torch.equal(spied.masks[-1], first)
 
 
-@pytest.mark.parametrize("sticky", [False, True])
-def test_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, spied, sticky):
-    """Eq. of the dynamic mask: at a refresh the R N smallest sigma(omega); sticky adds to it.
+def test_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, spied):
+    """Eq. of the dynamic mask: at a refresh the R N smallest sigma(omega).
 
     A refresh every epoch, so omega at the refresh is the file of the epoch before."""
     paths = files(lower=20, upper=6)
-    run = online(paths, mask="dynamic", sticky_mask=sticky, batch=5, epochs=5, k_gen=4,
-                 omega_lr=60, lr=5e-3, no_omega_gamma=True, ratio_masked=0.25)
-    assert len(spied.masks) == 5 and int(spied.masks[0].sum()) == 5
-    sizes, churn = [], [1.0]
+    run = online(paths, mask="dynamic", batch=5, epochs=5, k_gen=4, omega_lr=60, lr=5e-3,
+                 rho_start=0.5, rho_step=0, ratio_masked=0.25)
+    assert [int(mask.sum()) for mask in spied.masks] == [5] * 5
+    churn = [1.0]
     for epoch in range(1, 5):
         bottom = torch.zeros(20, dtype=torch.bool)
         bottom[omega(run, epoch).argsort()[:5]] = True
         before, mask = spied.masks[epoch - 1:epoch + 1]
-        assert torch.equal(mask, bottom | before if sticky else bottom)
-        sizes.append(int(mask.sum()))
+        assert torch.equal(mask, bottom)
         churn.append(int((mask & ~before).sum()) / int(mask.sum()))
     assert churn[1] > 0 and len(set(omega(run, 1).tolist())) > 15
-    assert sizes == sorted(sizes) and (sizes[-1] > 5) == sticky
     assert [step["mask_churn"] for step in run.metrics[::4]] == pytest.approx(churn)
     assert sum("mask_churn" in step for step in run.metrics) == 5
     # Each step's share of masked rows, with the mask of its refresh.
@@ -375,7 +371,7 @@ def test_the_first_dynamic_mask_is_a_random_one(online, files, spied):
     """All weights are equal: the rows that come first in the file are not the masked ones."""
     for seed in (0, 1):
         online(files(lower=30, upper=6), out=f"{seed}", mask="dynamic", batch=30, epochs=1,
-               seed=seed, skip_scores=True)
+               seed=seed)
     first, second = (mask.nonzero().flatten().tolist() for mask in spied.masks)
     assert first != second and first != list(range(9)) != second
 
@@ -405,7 +401,6 @@ def test_first_refresh_trains_on_the_originals_until_then(online, files, refused
 def test_coming_rows_by_walking_the_steps(num_rows, batch, k_gen, step, total):
     """Choice 11: the rows that the next K_gen steps read, across the epoch's border and no
     further than the run."""
-    args = train_online.parse_args(flags(model="m", lower="a", upper="b", batch=batch, seed=3))
     per_epoch, expected, s = math.ceil(num_rows / batch), set(), 0
     for epoch in range(50):
         order = batches.permutation(num_rows, 3, epoch, stream=0).tolist()
@@ -413,12 +408,13 @@ def test_coming_rows_by_walking_the_steps(num_rows, batch, k_gen, step, total):
             if step <= s < min(step + k_gen, total):
                 expected |= set(order[k * batch:(k + 1) * batch])
             s += 1
-    assert batches.coming_rows(num_rows, args, step, k_gen, total) == sorted(expected)
+    assert batches.coming_rows(num_rows, batch, 3, step, min(step + k_gen, total)) == sorted(
+        expected)
 
 
 @pytest.mark.parametrize("mask", ["static", "dynamic"])
-def test_window_and_all_train_the_same(online, files, adapters, spied, mask):
-    """Choice 11: same answers, same theta and omega, fewer generations.
+def test_window_and_all_train_the_same(online, files, adapters, spied, monkeypatch, mask):
+    """Choice 11: same answers, same theta and omega, fewer generations than all masked rows need.
 
     A refresh every 2 of 6 steps: all answers N R G each time, the window one third of them over an
     epoch, the saving N / min(N, K_gen batch) = 3. Equal up to rounding: an answer is scored in a
@@ -431,7 +427,10 @@ def test_window_and_all_train_the_same(online, files, adapters, spied, mask):
     runs, made = {}, {}
     for kind in ("all", "window"):
         spied.answers.clear()
-        runs[kind] = online(paths, out=kind, generate=kind, **options)
+        with monkeypatch.context() as patched:
+            if kind == "all":
+                patched.setattr(batches, "coming_rows", lambda num_rows, *_: range(num_rows))
+            runs[kind] = online(paths, out=kind, **options)
         made[kind] = dict(spied.answers)
     assert list(made["all"]) == [0, 2, 4, 6, 8, 10]
     assert torch.equal(torch.stack(spied.masks[:6]), torch.stack(spied.masks[6:]))
@@ -457,9 +456,8 @@ def test_window_and_all_train_the_same(online, files, adapters, spied, mask):
         assert sum(step.get("answers", 0) for step in run.metrics) == counts[kind]
     if mask == "static":  # every masked row is read once an epoch
         assert counts["all"] == 3 * counts["window"]
-    for kind, share in (("window", 4), ("all", 12)):
-        assert (f"R 0.5 x 24 rows = 12 masked; a refresh every 2 steps answers about {share} of "
-                "them 2 times") in runs[kind].text
+    assert ("R 0.5 x 24 rows = 12 masked; a refresh every 2 steps answers about 4 of them 2 times"
+            ) in runs["window"].text
     print(mask, counts)
 
 
@@ -495,10 +493,10 @@ def test_answers_carry_no_end_when_they_are_cut(online, files, spied):
     complete, rows = 0, []
     for (_, made), written in zip(spied.answers, spied.written, strict=True):
         rows = [row for answers in made.values() for row in answers.rows]
-        for row, (tokens, done) in zip(rows, written, strict=True):
+        for row, (drawn, done) in zip(rows, written, strict=True):
             start = row["trained"].index(1)
-            assert row["input_ids"][start:] == tokens and set(row["trained"][start:]) == {1}
-            assert tokens.count(0) == (tokens[-1] == 0) == done and (done or len(tokens) == 30)
+            assert row["input_ids"][start:] == drawn and set(row["trained"][start:]) == {1}
+            assert drawn.count(0) == (drawn[-1] == 0) == done and (done or len(drawn) == 30)
             complete += done
     assert 0 < complete < len(rows) * len(spied.answers)
 
@@ -575,7 +573,7 @@ def test_chat_answers_end_with_the_turn_or_with_eos(folders, files, tmp_path):
     for chat, ends in ((None, {"<eos>"}), (CHATML, {"<eos>", "<|im_end|>"})):
         tokenizer = make_tokenizer(chat)
         rows, _ = tokens.load_rows(paths["lower"], tokenizer, name="lower",
-                                 cache_dir=tmp_path / "cache")
+                                   cache_dir=tmp_path / "cache")
         assert curate.end_tokens(rows, tokenizer) == {
             tokenizer.convert_tokens_to_ids(end) for end in ends}
 
@@ -634,14 +632,14 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
         step(self, rows, losses, gamma)
 
     monkeypatch.setattr(selector.Selector, "step", spy)
-    main, options = (train, {}) if kind == "offline" else (online, {
+    main, options = (train, {"skip_scores": True}) if kind == "offline" else (online, {
         "masked": "original", "ratio_masked": 0.5})
     last, weights = {}, {}
     for correction in (0.0, 1.0):
         seen.clear()
         main(paths, tmp_path / "model", out=f"{correction}", correction=correction, batch=4,
              epochs=80, lr=1e-2, schedule="cosine", lora_rank=4, omega_lr=0, rho_start=0.5,
-             rho_step=0, save_every=1000, skip_scores=True, **options)
+             rho_step=0, save_every=1000, **options)
         assert len(seen) == 80
         last[correction] = seen[-1]
         # What omega makes of the second half, when both adapters have learnt what there is.
@@ -677,6 +675,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
     ({"max_log_ratio": 0}, r"--max-log-ratio"),
     ({"max_log_ratio": "nan"}, r"--max-log-ratio"),
     ({"turns": "all"}, r"--turns all: an online run"),
+    ({"skip_scores": True}, r"--skip-scores: omega judges the new answers .*; leave it out"),
     ({"max_new_tokens": 120}, r"--max-new-tokens 120: behind the longest prompt of \d+ tokens it "
                               r"exceeds the model's context of 128"),
     ({"max_new_tokens": 120, "masked": "drop"}, r"--max-new-tokens 120: behind the longest"),
@@ -721,7 +720,7 @@ def test_a_loss_that_is_not_finite(online, files, refused, tmp_path, omega_loss)
 # --- the command line -----------------------------------------------------------------------------
 
 def test_every_flag_is_read_somewhere(monkeypatch):
-    """The flags of this script alone; those of common.py have a test of their own."""
+    """The flags of this script alone; those of options.py have a test of their own."""
     made, parse = [], options.parse
     monkeypatch.setattr(options, "parse", lambda parser, *rest: made.append(parser) or parse(
         parser, *rest))
@@ -729,9 +728,9 @@ def test_every_flag_is_read_somewhere(monkeypatch):
     train_offline.parse_args([])
     mine, theirs = ({action.dest for action in parser._actions} for parser in made)
     sources = "".join((ROOT / name).read_text() for name in ("train_online.py", "curate.py"))
-    body = sources[sources.index("def ratios"):]
+    body = sources[sources.index("def sampling_options"):]
     unread = [flag for flag in mine - theirs if not re.search(rf"\bargs\.{flag}\b", body)]
-    assert len(mine - theirs) >= 14 and not unread
+    assert len(mine - theirs) == 12 and not unread
 
 
 def test_dry_run_writes_nothing_and_prints_the_plan(online, files, tmp_path):
@@ -782,22 +781,19 @@ def test_safety_preset_generates_sixteen_at_a_time():
 def test_masked_rows_are_ranked_within_their_group_or_below():
     """A static mask's rows share the ranks evenly; a dynamic mask's come after all the others.
 
-    Where there are scores, a masked row counts by its original's implicit weight."""
+    A masked row counts by its original's implicit weight."""
     omega = torch.tensor([1.0, 5.0, 2.0, 9.0, 8.0, 7.0])
     masked = torch.tensor([False, False, False, True, True, True])
-    generate, original = SimpleNamespace(masked="generate"), SimpleNamespace(masked="original")
 
     def ranks(implicit, mask_is_ranked):
-        return ranking.rank_rows(ranking.original_scores(generate, omega, masked, implicit,
-                                                  mask_is_ranked)).tolist()
+        return ranking.rank_rows(ranking.original_scores(omega, masked, implicit,
+                                                         mask_is_ranked)).tolist()
 
-    assert ranks(None, False) == [5, 1, 3, 2, 4, 6]
-    assert ranks(None, True) == [3, 1, 2, 4, 5, 6]
+    assert ranks(omega, False) == [5, 1, 3, 2, 4, 6]
+    assert ranks(omega, True) == [3, 1, 2, 4, 5, 6]
     implicit = torch.tensor([0.0, 0.0, 0.0, -3.0, -1.0, -2.0])
     assert ranks(implicit, False) == [5, 1, 3, 6, 2, 4]
     assert ranks(implicit, True) == [3, 1, 2, 6, 4, 5]
-    assert torch.equal(ranking.original_scores(generate, omega, None, implicit, False), omega)
-    assert torch.equal(ranking.original_scores(original, omega, masked, implicit, True), omega)
 
 
 def test_a_dynamic_mask_that_only_the_first_step_drew_is_ranked_like_a_static_one(online, files):
@@ -811,12 +807,3 @@ def test_a_dynamic_mask_that_only_the_first_step_drew_is_ranked_like_a_static_on
     assert min(ranked["dynamic"]) < 7
     run = online(files(lower=12), out="two", mask="dynamic", k_gen=1, ratio_masked=0.5)
     assert min(row["rank"] for row in run.weights if row["masked"]) == 7
-
-
-def test_a_sticky_mask_begins_at_the_first_refresh(online, files):
-    """Until then every row trains on its original, and no row is masked."""
-    run = online(files(lower=12), mask="dynamic", sticky_mask=True, first_refresh=2, k_gen=50,
-                 ratio_masked=0.25, batch=4)
-    assert sum(row["masked"] for row in run.weights) == 3
-    shares = [row["masked_share"] for row in run.metrics]
-    assert shares[:2] == [0.0, 0.0] and sum(shares) > 0

@@ -1,4 +1,4 @@
-"""data.py: every layout, every trap about rows and borders, every malformed input, the cache."""
+"""data/: every layout, every trap about rows and borders, every malformed input, the cache."""
 
 import json
 import shutil
@@ -12,13 +12,14 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 import torch
+from conftest import ROOT
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import batches
 from data import sets, sources, tokens
 from utils import UserError, content_hash
 
-SHARED = Path(__file__).parents[1] / ".." / "shared"
+SHARED = ROOT.parent / "shared"
 SPECIALS = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>",
             "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CORPUS = ["football is a game", "User: what is a foot? Assistant: a ball", "football football",
@@ -177,7 +178,7 @@ def test_chat_template(load, chat, head, middle, end):
     rows, _ = load([{"messages": CHAT}], tok)
     assert shown(rows, tok) == f"{history}b{end}{middle}{question}⟦d{end}⟧"
 
-    rows, report = load(pairs(("what?", "a ball " * 50)), tok, max_length=40, max_prompt=40)
+    rows, report = load(pairs(("what?", "a ball " * 50)), tok, max_length=40)
     assert report["truncated"] == 1 and not rows[0]["complete"]
     assert rows[0]["input_ids"][-1] not in tokens.special_tokens(tok)
     rows, _ = load(pairs(("what?", "a ball")), tok, template=tokens.TEMPLATE)
@@ -209,7 +210,8 @@ def test_special_tokens_in_user_text_stay_text(load):
     for chat in (None, CHATML):
         tok = make_tokenizer(chat=chat)
         rows, _ = load(pairs((trick, trick), ("plain", "text")), tok)
-        controls = [[t for t in row["input_ids"] if t in tokens.special_tokens(tok)] for row in rows]
+        special = tokens.special_tokens(tok)
+        controls = [[t for t in row["input_ids"] if t in special] for row in rows]
         assert controls[0] == controls[1], "the same control tokens as a harmless row"
         assert rows[0]["prompt"] == trick and trick in tok.decode(rows[0]["input_ids"])
     rows, _ = load(pairs(("a", "b")), make_tokenizer(), template=(
@@ -357,9 +359,9 @@ def test_row_ids_through_filtering(load, tokenizer, monkeypatch):
     for n in range(0, 60, 10):
         texts[n] = (texts[n][0], " \n")
     texts[33], texts[44] = ("long " * 200, "x"), ("long " * 30, "y")
-    rows, report = load(pairs(*texts), max_prompt=200, max_length=60)
-    assert report["dropped"] == {"empty_response": [0, 10, 20, 30, 40, 50], "long_prompt": [33],
-                                 "no_room": [44]}
+    rows, report = load(pairs(*texts), max_length=60)
+    assert report["dropped"] == {"empty_response": [0, 10, 20, 30, 40, 50],
+                                 "long_prompt": [33, 44]}
     kept = [n for n in range(60) if n % 10 and n not in (33, 44)]
     assert list(rows["row_id"]) == kept and report["rows_kept"] == len(kept) == 52
     assert report["rows_read"] == 60
@@ -372,11 +374,17 @@ def test_row_ids_through_filtering(load, tokenizer, monkeypatch):
     assert report["response_tokens"] == sum(sum(row["trained"]) for row in rows)
 
 
-def test_max_prompt_counts_the_template_and_is_exclusive(load, tokenizer):
+def test_a_prompt_of_max_length_tokens_is_dropped(load, tokenizer):
+    """The template counts; with one token of room the row stays, cut to it."""
     prompt_tokens = len(plain(tokenizer, "User: football\nAssistant:"))
-    assert len(load(pairs(("football", "x")), max_prompt=prompt_tokens + 1)[0]) == 1
+    rows, report = load(pairs(("football", "x")), max_length=prompt_tokens + 1)
+    assert sum(rows[0]["trained"]) == 1 and not rows[0]["complete"] and report["truncated"] == 1
     with pytest.raises(UserError, match=r"no row is left to train on \(1 long_prompt\)"):
-        load(pairs(("football", "x")), max_prompt=prompt_tokens)
+        load(pairs(("football", "x")), max_length=prompt_tokens)
+    # When every turn is trained, that is the first question alone.
+    _, report = load([{"messages": CHAT}], turns="all", max_length=len(
+        plain(tokenizer, "User: a?\nAssistant:")) + 1)
+    assert report["rows_kept"] == 1 and report["response_tokens"] == 1
 
 
 def test_limit_is_a_seeded_subset(load):
@@ -508,9 +516,10 @@ def test_file_kinds_agree(load, tmp_path):
     expected = load(pairs(*texts))[0].to_dict()
     for source in ("x.csv", "x.parquet", "saved", "splits", "x.json", "lines.json"):
         assert load(source)[0].to_dict() == expected, source
-    assert list(load("splits", split="test")[0]["prompt"]) == ["c"]
+    assert list(load("splits@test")[0]["prompt"]) == ["c"]
+    assert load("splits@train")[0].to_dict() == expected
     with pytest.raises(UserError, match='no split "dev"; it has train, test'):
-        load("splits", split="dev")
+        load("splits@dev")
     datasets.Dataset.from_list([{"prompt": "a", "response": 1}]).save_to_disk(tmp_path / "bad")
     with pytest.raises(UserError, match='bad row 0: "response" must be text, not int'):
         load("bad")
@@ -522,9 +531,43 @@ def test_folder_of_files(load, tmp_path):
         (tmp_path / "set" / name).write_text(json.dumps(pairs((name, "x"))[0]))
     assert list(load("set")[0]["prompt"]) == ["train-00000.jsonl", "train-00001.jsonl"]
     assert list(load("set")[0]["row_id"]) == [0, 1]
-    assert list(load("set", split="test")[0]["prompt"]) == ["test/part.jsonl"]
-    with pytest.raises(UserError, match='split "dev"'):
-        load("set", split="dev")
+    rows, report = load("set@test")
+    assert list(rows["prompt"]) == ["test/part.jsonl"] and report["source"].endswith("set@test")
+    with pytest.raises(UserError, match=r'set: no .*file of a split "dev" in this folder'):
+        load("set@dev")
+
+
+def test_a_split_behind_a_file_is_refused(load, tmp_path):
+    """But an @ may be part of a name."""
+    (tmp_path / "x.jsonl").write_text(GOOD)
+    with pytest.raises(UserError, match=r"x\.jsonl@test: a file has no splits; name the file"):
+        load("x.jsonl@test")
+    (tmp_path / "y@test.jsonl").write_text(GOOD)
+    assert len(load("y@test.jsonl")[0]) == 1
+    (tmp_path / "z@test").mkdir()
+    (tmp_path / "z@test" / "part.jsonl").write_text(GOOD * 2)
+    assert len(load("z@test")[0]) == 2
+    with pytest.raises(UserError, match=r"nowhere: no such file or folder .*:config@split"):
+        load("nowhere@test")
+
+
+@pytest.mark.parametrize(("source", "asked"), [
+    ("some/rows", ("some/rows", None, "train")), ("some/rows@test", ("some/rows", None, "test")),
+    ("some/rows:main@dev", ("some/rows", "main", "dev"))])
+def test_split_of_a_hub_name(tokenizer, tmp_path, monkeypatch, source, asked):
+    """The name that the hub hears has neither configuration nor split in it."""
+    known, made = [], []
+
+    def load_dataset(name, config, split):
+        made.append((name, config, split))
+        return datasets.Dataset.from_list(pairs((split, "x")))
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info",
+                        lambda self, name, timeout: known.append(name))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows, report = tokens.load_rows(source, tokenizer, cache_dir=tmp_path)
+    assert known == ["some/rows"] and made == [asked]
+    assert rows[0]["prompt"] == asked[2] and report["source"] == source
 
 
 def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
@@ -570,7 +613,7 @@ def test_cache(load, tmp_path, tokenizer, monkeypatch):
     assert len(made) == 1 and second["name"] == "other"
     assert again.to_dict() == rows.to_dict() and second["tokens"] == report["tokens"]
     changes = [{"template": "Q: {prompt}\nA: {response}"}, {"max_length": 100}, {"turns": "all"},
-               {"max_prompt": 100}, {"limit": 1}, {"limit": 1, "seed": 1},
+               {"limit": 1}, {"limit": 1, "seed": 1},
                {"tok": make_tokenizer(bos=True)}, {"tok": make_tokenizer(chat=CHATML)},
                {"tok": make_tokenizer(eos_token="<|im_end|>")}]
     prints = {report["fingerprint"]}
@@ -656,8 +699,8 @@ def test_check_lengths(load):
 
 def test_pack_by_hand():
     batch = batches.pack([{"input_ids": [5, 6, 7, 1], "trained": [0, 0, 1, 1]},
-                       {"input_ids": [8, 9], "trained": [1, 1]},
-                       {"input_ids": [3, 4, 2], "trained": [0, 1, 0]}])
+                          {"input_ids": [8, 9], "trained": [1, 1]},
+                          {"input_ids": [3, 4, 2], "trained": [0, 1, 0]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1, 8, 9, 3, 4, 2]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 0, 1, 2]]
     assert batch["cu_seqlens"].tolist() == [0, 4, 6, 9]
@@ -711,6 +754,6 @@ def test_real_text(tmp_path, model):
 def test_real_layouts(tmp_path, file, layout):
     tok = AutoTokenizer.from_pretrained(shared("models/stories260K-hf"))
     rows, report = tokens.load_rows(shared(f"data/{file}.jsonl"), tok, limit=300, max_length=512,
-                                  cache_dir=tmp_path)
+                                    cache_dir=tmp_path)
     assert report["layout"] == layout and report["rows_kept"] > 200
     assert ("bad" in rows.column_names) == (file == "alpaca_planted")

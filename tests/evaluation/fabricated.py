@@ -8,7 +8,7 @@ import torch
 from conftest import write_rows
 from safetensors.torch import save_file
 
-import eval_front as front
+import eval as front
 
 HOSTILE = ("</div></article><script>alert(1)</script><img src=x onerror=alert(2)>"
            "<svg onload=alert(3)><a href='javascript:x'>&lt;b&gt; \" ' ]]> --> </style> "

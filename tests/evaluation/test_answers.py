@@ -2,7 +2,7 @@
 
 import shutil
 
-import eval_front as front
+import eval as front
 from evaluation.answers import base_columns, side_by_side
 
 

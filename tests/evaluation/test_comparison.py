@@ -7,7 +7,7 @@ import re
 import pytest
 from fabricated import fabricate
 
-import eval_front as front
+import eval as front
 from evaluation import answers, losses, report
 from evaluation.comparison import comparison_rows, student_t
 from evaluation.runs import Run

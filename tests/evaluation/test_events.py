@@ -4,7 +4,7 @@ import pytest
 from conftest import read_rows
 from fabricated import fabricate
 
-import eval_front as front
+import eval as front
 import utils
 
 

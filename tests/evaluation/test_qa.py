@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, make_tokenizer, write_rows
 
-import eval_front as front
+import eval as front
 from evaluation import qa
 from evaluation.losses import load_trained
 from utils import UserError

@@ -7,7 +7,7 @@ from conftest import read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import load_file, save_file
 
-import eval_front as front
+import eval as front
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 

@@ -13,10 +13,10 @@ from conftest import listing, read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import save
 
-import eval_front as front
-import utils
+import eval as front
 from evaluation import plots, qa
 from evaluation.runs import read_result
+from runtime.command import run as run_command
 from utils import UserError
 
 
@@ -61,7 +61,7 @@ def call(tmp_path, monkeypatch, capfd):
                      str(tmp_path / "o.json")]
         capfd.readouterr()
         try:
-            utils.run(lambda: front.main(words))
+            run_command(lambda: front.main(words))
         except SystemExit as stop:
             assert stop.code == 2
             lines = capfd.readouterr().err.strip().splitlines()
@@ -173,7 +173,7 @@ def test_arguments_of_a_run_are_those_of_the_flags(files, train, refused):
     run = train(files(), epochs=1)
     config = json.loads((run.out / "config.json").read_text())
     for name, value in (("max_length", "long"), ("turns", "none"), ("lora_rank", [1]),
-                        ("toy_noise", {}), ("dtype", "float99"), ("model", None)):
+                        ("lr", {}), ("dtype", "float99"), ("model", None)):
         (run.out / "config.json").write_text(json.dumps(
             config | {"args": config["args"] | {name: value}}))
         line = refused(lambda: front.main(["losses", str(run.out)]))

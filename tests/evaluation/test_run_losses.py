@@ -10,8 +10,9 @@ from conftest import make_rows, read_rows, write_rows
 from fabricated import make_page
 from safetensors.torch import save_file
 
-import eval_front as front
-from eval import row_losses
+import eval as front
+from batches import row_losses
+from data import tokens
 from evaluation import losses
 from evaluation.comparison import comparison_rows
 from evaluation.runs import Run
@@ -55,8 +56,6 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     """The kept rows with the refined answer where it was recommended, scored by hand."""
     from transformers import AutoTokenizer
 
-    import data
-
     run = online(files(lower=20, upper=20), epochs=1)
     write_rows(run.out / "curated.jsonl", [e | {
         "refined": "red", "recommended": ("refined", "undecided", "original")[n % 3]}
@@ -66,7 +65,7 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     model, _, made = losses.load_trained(str(run.out))
     rows = [{"prompt": e["prompt"], "response": "red" if n % 3 == 0 else e["response"]}
             for n, e in enumerate(run.curated) if e["kept"]]
-    rows, _ = data.load_rows(write_rows(tmp_path / "hand.jsonl", rows),
+    rows, _ = tokens.load_rows(write_rows(tmp_path / "hand.jsonl", rows),
                              AutoTokenizer.from_pretrained(made.args.model),
                              cache_dir=tmp_path / "hand")
     assert found == pytest.approx(row_losses(model, rows)[0].mean().item(), abs=1e-6)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, make_tokenizer
 
-import eval_front as front
+import eval as front
 import utils
 from evaluation import judge, winrate
 from evaluation.texts import markdown_table
@@ -281,7 +281,7 @@ def serve():
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch, capfd):
-    """judged(server, pairs, **flags) -> (annotations, text) of `winrate.py judge`."""
+    """judged(server, pairs, **flags) -> (annotations, text) of `eval.py winrate judge`."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def call(server, pairs, *flags):

@@ -34,7 +34,7 @@ def curated_commands(here, monkeypatch):
     monkeypatch.setattr(experiments, "execute", lambda args, methods, folder, also_rank: {
         name: [folder / name / "result.json"] for name in (*methods, *also_rank)})
     monkeypatch.setattr(experiments, "budget_of", lambda folder: 100)
-    monkeypatch.setattr(experiments.compare, "keep", lambda *_: None)
+    monkeypatch.setattr(experiments, "rethreshold", lambda *_: None)
 
     def commands(*words):
         plans = []
@@ -71,7 +71,8 @@ def test_the_toys_curated_sets_are_held_to_its_own_rows(curated_commands, here):
         for flag, name in (("--upper-heldout", "heldout"), ("--lower-heldout", "lower_heldout")):
             assert utils.read_jsonl(words[words.index(flag) + 1]) == corpus.make_rows(seed=0)[name]
     for words in raw:
-        assert utils.read_jsonl(words[words.index("--lower") + 1]) == corpus.make_rows(seed=0)["lower"]
+        assert utils.read_jsonl(words[words.index("--lower") + 1]) == corpus.make_rows(seed=0)[
+            "lower"]
     assert rewritten.count("--lower") == 1 and "--keep" not in rewritten
     assert rewritten[rewritten.index("--lower") + 1].endswith("curated.prompt-completion.jsonl")
 

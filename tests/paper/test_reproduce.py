@@ -113,13 +113,12 @@ def test_a_failing_run_is_named_with_its_last_line(here, refused):
 
 def test_epochs_are_in_order_and_the_last_is_compared_with_the_first(here, monkeypatch, capsys):
     """Twelve epochs: the twelfth is behind the second, not between the first and the second."""
-    import compare
 
     monkeypatch.setattr(reproduce, "execute", lambda args, methods, folder: {
         name: [folder / slug(name) / str(seed) / "result.json" for seed in range(args.seeds)]
         for name in methods})
-    monkeypatch.setattr(compare, "Run", lambda folder: folder)
-    monkeypatch.setattr(compare, "ranking_over_epochs", lambda folder: [
+    monkeypatch.setattr(reproduce, "Run", lambda folder: folder)
+    monkeypatch.setattr(reproduce, "ranking_over_epochs", lambda folder: [
         {"epoch": epoch, "group": "all", "top_length": 20.0 - epoch} for epoch in range(1, 13)])
     main(["ranking", "--only", "BDS"])
     stored = json.loads((here / "results/toy_ranking.json").read_text())
@@ -131,7 +130,7 @@ def test_epochs_are_in_order_and_the_last_is_compared_with_the_first(here, monke
 
 def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch, capsys):
     """Right against wrong 2, the other way round 1, alike 1.5; no judge's command is printed."""
-    import winrate
+    from evaluation import winrate
 
     rows = corpus.make_rows(seed=0)["heldout"][:3]
     folder = here / "runs/toy/bds"

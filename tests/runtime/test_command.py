@@ -1,8 +1,7 @@
-"""Ctrl-C, SIGTERM and odd values at the command line: one line, an exit code, nothing half-written."""
+"""runtime/command.py: how a command ends: bad disks, closed pipes, Ctrl-C and SIGTERM."""
 
-import json
+import errno
 import os
-import random
 import re
 import shlex
 import signal
@@ -11,100 +10,123 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, copy_tree, flags, listing, make_rows, python, write_rows
-from forking import Forks
+from conftest import ROOT, flags, listing, python, read_rows
+from test_resume import assert_equal, last_step
 
-import models
-import train_offline
-import train_online
 from runtime import command
-from utils import UserError
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    made = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield made
-    made.end()
+def fails_with(number, *where):
+    def main():
+        raise OSError(number, os.strerror(number), *where)
+    return main
 
 
-def command_of(folder, folders, out, **more):
-    rows = {"lower": (24, 1), "upper": (10, 2), "upper_heldout": (4, 3)}
-    return [str(word) for word in flags(**{
-        "model": folders["llama"], "cache_dir": folder / "cache", "out": folder / out, "batch": 4,
-        "epochs": 7, "save_every": 1, "lr": 1e-2, "correction": 0} | {
-        name: write_rows(folder / f"{name}.jsonl", make_rows(*made))
-        for name, made in rows.items()} | more)]
+# --- the disk -------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("number", "advice"), [
+    (errno.ENOSPC, "free space"), (errno.EDQUOT, "free space"), (errno.EFBIG, "free space"),
+    (errno.EACCES, "choose a folder you may write to"),
+    (errno.EPERM, "choose a folder you may write to"),
+    (errno.EROFS, "choose a folder you may write to"),
+    (errno.ENOTDIR, "choose another path"), (errno.ENAMETOOLONG, "choose another path")])
+def test_a_disk_that_fails_is_one_line_with_advice(refused, number, advice):
+    """What happened, to which file where that is known, what to do."""
+    expected = f"{os.strerror(number)}; {advice}, then run the same command again"
+    assert refused(fails_with(number, "runs/a/weights.jsonl")) == (
+        f"error: runs/a/weights.jsonl: {expected}")
+    assert refused(fails_with(number)) == f"error: a file: {expected}"
 
 
-def steps(run):
-    try:
-        return (run / "metrics.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE, errno.EIO])
+def test_a_file_of_ours_that_is_missing_is_a_traceback(capfd, number):
+    """Nobody who runs a script can mend it: no line of advice hides where it happened."""
+    with pytest.raises(OSError) as caught:
+        command.run(fails_with(number, "toy/model/config.json"))
+    assert caught.value.errno == number and "error: " not in capfd.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        command.run(lambda: os.stat("nowhere/at-all.txt"))
 
 
-def wait_until(ready, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+# --- a reader that has gone -----------------------------------------------------------------------
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
+def test_a_closed_pipe_ends_quietly(lines):
+    """As under `| head`: exit code 0, nothing on stderr."""
+    given, environment = python("-c", (
+        "from runtime import command\nimport sys\n"
+        "def main():\n    sys.stdin.readline()\n"
+        f"    for n in range({lines}):\n        print('line', n)\ncommand.run(main)"))
+    with subprocess.Popen(given, env=environment, cwd=ROOT, text=True, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.stderr.read() == "" and process.wait(60) == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_one_line_with_the_command_that_goes_on(forks, folders, tmp_path, number, code):
-    """A checkpoint is saved after every step, so many instants fall into one."""
-    assert forks.run("train_offline", command_of(tmp_path, folders, "whole")) == 0
-    run, rng, words = tmp_path / "run", random.Random(code), command_of(tmp_path, folders, "run")
-    for _ in range(5):
-        before, wait = steps(run), rng.randint(2, 8)
-        forks.start("train_offline", words)
-        wait_until(lambda least=min(before + wait, 41): steps(run) >= least)
-        assert forks.killed_after(0, number) == code, forks.log.read_text()
-        (line,) = forks.errors()
-        assert "Traceback" not in forks.log.read_text()
-        head = "error: interrupted; continue with: python train_offline.py "
-        assert line.startswith(head)
-        assert not [name for name in listing(run) if "partial" in name]
-        for folder in (run / "checkpoints").iterdir():
-            assert sorted(listing(folder)) == ["adapter.safetensors", "state.pt"]
-        words = shlex.split(line.removeprefix(head))
-        assert words[-1] == "--resume" and words.count("--resume") == 1
-    assert forks.run("train_offline", words) == 0
-    assert "damaged checkpoint" not in forks.log.read_text()
-    for name in ("weights.jsonl", "adapter/adapter_model.safetensors", "result.json"):
-        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+# --- interrupted ----------------------------------------------------------------------------------
+
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
-    """Set-up, the making of the cache and the end included."""
-    rng = random.Random(seed)
-    instants = [rng.uniform(0.05, 2) for _ in range(4)]
-    for attempt, instant in enumerate(instants):
-        number, code = ((signal.SIGINT, 130), (signal.SIGTERM, 143))[attempt % 2]
-        forks.start("train_offline", [*command_of(tmp_path, folders, "run"), "--resume"])
-        assert forks.killed_after(instant, number) in (0, code), (instants, forks.log.read_text())
-        log = forks.log.read_text()
-        assert len(forks.errors()) == ("RESULT" not in log) and "Traceback" not in log, log
-        assert not [name for name in listing(tmp_path) if "partial" in name], instants
+def start(given, environment, **more):
+    """A process that Ctrl-C reaches, also where the tests run in the background."""
+    return subprocess.Popen(given, env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE,
+                            stdout=subprocess.DEVNULL,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **more)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
-    """Ctrl-C reaches both processes and torchrun, SIGTERM torchrun, which passes it on."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "train_offline.py", *command_of(tmp_path, folders, "run", epochs=300, method="mix")]
-    run = tmp_path / "run"
-    with subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, start_new_session=True,
-                          env=python()[1]) as process:
-        wait_until(lambda: steps(run) >= 5 or process.poll() is not None)
-        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        err = process.communicate(timeout=120)[1].replace("\r", "\n")
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert process.returncode != 0 and len(lines) == 1, err
-    assert not [name for name in listing(run) if "partial" in name]
-    if number == signal.SIGINT:
-        assert "interrupted; continue with: torchrun --nproc-per-node 2 train_offline.py" in lines[0]
-    assert lines[0].endswith("--resume"), lines
+@pytest.mark.parametrize("number", CODES)
+def test_an_interrupted_write_leaves_nothing(tmp_path, number):
+    """Half a file is cleared away, the old one stands; one line, without a command to go on with
+    where there is nothing to resume."""
+    (tmp_path / "rows.jsonl").write_text("old\n")
+    process = start(*python("-c", (
+        "import os, signal, time, utils\nfrom runtime import command\n"
+        "def rows():\n    yield {'row': 1}\n"
+        f"    os.kill(os.getpid(), {int(number)})\n    time.sleep(30)\n"
+        f"command.run(lambda: utils.write_jsonl({str(tmp_path / 'rows.jsonl')!r}, rows()))")))
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (CODES[number], "error: interrupted\n")
+    assert listing(tmp_path) == ["rows.jsonl"]
+    assert (tmp_path / "rows.jsonl").read_text() == "old\n"
+
+
+def test_the_handler_of_sigterm_is_put_back():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    command.run(lambda: seen.append(signal.getsignal(signal.SIGTERM)))
+    assert signal.getsignal(signal.SIGTERM) is before and seen != [before]
+
+
+def test_interrupted_runs_say_how_to_go_on(files, folders, tmp_path):
+    """Ctrl-C, and SIGTERM after the resume: the line's own command, run as it stands, ends in what
+    a run left alone gives. A folder's name with a space is quoted."""
+    paths, run = files(lower=60, upper=20), tmp_path / "a run"
+    given, environment = python("train_offline.py", *flags(
+        lower=paths["lower"], upper=paths["upper"], upper_heldout=paths["heldout"],
+        model=folders["llama"], cache_dir=tmp_path / "cache", batch=4, micro_batch=2, epochs=4,
+        save_every=6, lr=5e-3, omega_lr=5))
+    whole = start([*given, "--out", str(tmp_path / "whole")], environment)
+    given += ["--out", str(run)]
+    for number, instant in ((signal.SIGINT, 8), (signal.SIGTERM, 20)):
+        process, deadline = start(given, environment), time.monotonic() + 120
+        while last_step(run) < instant and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == CODES[number] and "Traceback" not in stderr, stderr
+        (line,) = re.findall("^error: .*$", stderr.replace("\r", "\n"), re.M)
+        assert stderr.endswith(line + "\n")
+        advice = line.removeprefix("error: interrupted; continue with: ")
+        assert shlex.split(advice) == ["python", *given[1:],
+                                       *(["--resume"] if "--resume" not in given else [])]
+        assert not [name for name in listing(run) if ".partial" in name]
+        given = [sys.executable, *shlex.split(advice)[1:]]
+    assert last_step(run) < 59 and not (run / "result.json").exists()
+    process = start(given, environment)
+    assert process.communicate(timeout=120) and process.returncode == 0
+    assert whole.communicate(timeout=120) and whole.returncode == 0
+    assert len(read_rows(run / "metrics.jsonl")) == 60
+    assert_equal(run, tmp_path / "whole")

@@ -17,8 +17,7 @@ from conftest import ROOT, flags, make_rows, python, read_rows, write_rows
 from safetensors.torch import load_file
 
 import batches
-import train_offline
-from runtime import processes
+from runtime import metrics, processes
 
 TOLERANCE = 1e-9  # the issue asks for 1e-5
 
@@ -26,14 +25,16 @@ TOLERANCE = 1e-9  # the issue asks for 1e-5
 # `kill` is "rank step": that process gets SIGKILL once it has logged that step of the last run.
 WORKER = """
 import importlib, json, os, pathlib, signal, sys
-import common, loading, utils
+import models
+from data import sets
+from runtime import command, metrics, processes
 
 runs, facts, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
 log, shard = metrics.log_metrics, models.shard
 
-def log_or_die(file, metrics):
-    log(file, metrics)
-    if last and kill and (processes.rank(), metrics["step"]) == (int(kill[0]), int(kill[1])):
+def log_or_die(file, values):
+    log(file, values)
+    if last and kill and (processes.rank(), values["step"]) == (int(kill[0]), int(kill[1])):
         os.kill(os.getpid(), signal.SIGKILL)
 
 def shard_and_tell(model, device):
@@ -166,8 +167,8 @@ def cases(options, folder):
     """What the pair below runs, in order: {name: (script, flags)}; the last is killed."""
     return {
         "offline": ("train_offline", pairs(options, folder) | {"correction": 0.6, "epochs": 1}),
-        "sharded": ("train_online", options | ONLINE | {"fsdp": True, "micro_tokens": 40,
-                                                        "k_gen": 3, "epochs": 1}),
+        "sharded": ("train_online", options | ONLINE | {"fsdp": True, "k_gen": 3,
+                                                        "epochs": 1}),
         "killed": ("train_online", options | ONLINE)}
 
 
@@ -199,8 +200,8 @@ def test_two_processes_equal_one_offline(pair, tmp_path):
 
 
 def test_two_processes_with_fsdp_equal_one_online(pair, tmp_path):
-    """Generation with G = 2 split over them, the weights of the layers too, cut by tokens: the
-    curated rows as well. Each holds about half of the layers, and all that is trained."""
+    """Generation with G = 2 split over them, the weights of the layers too: the curated
+    rows as well. Each holds about half of the layers, and all that is trained."""
     assert_same_run(pair.folder / "sharded", one_process(pair.cases["sharded"], tmp_path / "one"))
     facts = [json.loads((pair.folder / f"facts.{rank}").read_text()) for rank in (0, 1)]
     assert sum(f["here"] for f in facts) == facts[0]["all"] > 10_000
@@ -244,7 +245,7 @@ def test_more_runs_of_two_processes_equal_one(torchrun, options, tmp_path):
         "single": ("train_offline", options | {"batch": 1, "epochs": 1, "fsdp": True}),
         "sharded dpo": ("train_offline", dpo | {"correction": 1.0, "fsdp": True,
                                                 "gradient_checkpointing": True}),
-        "mix": ("train_offline", options | {"method": "mix", "rho": 0.4, "micro_tokens": 30}),
+        "mix": ("train_offline", options | {"method": "mix", "rho": 0.4}),
         "sft": ("train_offline", sft | {"method": "sft", "fsdp": True}),
         "neox": ("train_online", options | neox | ONLINE | {"fsdp": True}),
         "online dpo": ("train_online", dpo | ONLINE | {"correction": 0.5, "num_answers": 1}),
@@ -318,8 +319,8 @@ def test_begun_by_one_process_and_continued_by_two(torchrun, options, tmp_path, 
     class Killed(BaseException):
         pass
 
-    def die(file, metrics):
-        if metrics["step"] == 3:
+    def die(file, values):
+        if values["step"] == 3:
             raise Killed
 
     monkeypatch.setattr(metrics, "log_metrics", die)
@@ -348,7 +349,7 @@ def test_bad_input_is_said_once(torchrun, options, tmp_path, changes):
         done = torchrun(("train_offline", "run", options | changes))
     assert done.code != 0 and len(own_errors(done.err)) == 1
     assert "exitcode  : 2" in done.err and 'main.py", line' not in done.err
-    assert "utils.py" not in done.err and "train_offline.py" not in done.err
+    assert "command.py" not in done.err and "train_offline.py" not in done.err
 
 
 @pytest.mark.slow
@@ -381,8 +382,9 @@ def test_fsdp_needs_several_processes(train, files, refused, monkeypatch):
 def as_process(monkeypatch):
     """as_process(rank, count): this process takes itself for one of several."""
     def become(rank, count):
-        monkeypatch.setattr(processes, "rank", lambda: rank)
-        monkeypatch.setattr(processes, "world_size", lambda: count)
+        for module in (processes, batches):
+            monkeypatch.setattr(module, "rank", lambda: rank)
+            monkeypatch.setattr(module, "world_size", lambda: count)
     return become
 
 
@@ -390,16 +392,14 @@ def rows_of(lengths):
     return [[{"input_ids": [0] * length}] if length else [] for length in lengths]
 
 
-def cut(upper, lower, micro_batch, micro_tokens=None):
-    args = SimpleNamespace(micro_batch=micro_batch, micro_tokens=micro_tokens)
-    model = torch.nn.Linear(1, 1)
-    return list(batches.micro_batches(args, model, rows_of(upper), rows_of(lower)))
+def cut(upper, lower, micro_batch, sharded=False):
+    return list(batches.micro_batches(rows_of(upper), rows_of(lower), micro_batch, sharded))
 
 
 @pytest.mark.parametrize(("num_upper", "num_lower", "size"), [
     (7, 7, 3), (7, 3, 2), (0, 5, 2), (5, 0, 8), (4, 6, 1)])
-def test_without_a_limit_micro_batches_are_slices_of_rows(num_upper, num_lower, size):
-    """The partition that runs had before there was a limit of tokens."""
+def test_micro_batches_are_slices_of_rows(num_upper, num_lower, size):
+    """Upper and lower rows side by side, in order."""
     found = cut([3] * num_upper, [4] * num_lower, size)
     starts = range(0, max(num_upper, num_lower), size)
     assert [(up, low) for up, low, _ in found] == [
@@ -407,82 +407,78 @@ def test_without_a_limit_micro_batches_are_slices_of_rows(num_upper, num_lower, 
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("limit", [None, 1, 12, 30, 1000])
-def test_every_row_once_within_both_limits(as_process, count, limit):
-    """Over all processes, ragged lengths and questions without answers; no forward of several rows
-    exceeds the tokens, none could have taken the next row as well."""
+@pytest.mark.parametrize("size", [1, 4, 30])
+def test_every_row_once(as_process, count, size):
+    """Over all processes, ragged lengths and questions without answers; no forward takes more rows
+    of a level than it may, and none has nothing to do."""
     generator = torch.Generator().manual_seed(0)
     upper = torch.randint(1, 20, (13,), generator=generator).tolist()
     lower = torch.randint(0, 20, (9,), generator=generator).tolist()
     seen = []
     for rank in range(count):
         as_process(rank, count)
-        parts = cut(upper, lower, 4, limit)
-        for up, low, rows in parts:
+        for up, low, rows in cut(upper, lower, size):
             sizes = [upper[i] for i in up] + [n for n in (lower[i] for i in low) if n]
             assert [len(row["input_ids"]) for row in rows] == sizes
-            assert len(up) <= 4 and len(low) <= 4
-            assert limit is None or sum(sizes) <= limit or len(sizes) == 1
+            assert len(up) <= size and len(low) <= size and rows
             seen += [("upper", i) for i in up] + [("lower", i) for i in low]
             assert {i % count for i in up + low} <= {rank}
-        if limit == 1000:
-            assert len(parts) == len(cut(upper, lower, 4))
     with_rows = [i for i, length in enumerate(lower) if length]
     assert sorted(row for row in seen if row[0] == "upper" or lower[row[1]]) == sorted(
         [("lower", i) for i in with_rows] + [("upper", i) for i in range(13)])
 
 
-@pytest.mark.parametrize("method", ["bds", "mix"])
-def test_eq_gradient_does_not_depend_on_the_micro_tokens(train, files, adapters, monkeypatch,
-                                                         method):
-    """Ragged rows cut at 1, 40 and 200 tokens and not at all, a last batch of 5 lower rows."""
-    seen, clip, found = [], torch.nn.utils.clip_grad_norm_, {}
-
-    def spy(parameters, *rest):
-        parameters = list(parameters)
-        seen.append(torch.cat([p.grad.detach().flatten().double() for p in parameters]))
-        return clip(parameters, *rest)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    forwards, forward = [], train_offline.sequence_logprobs
-    monkeypatch.setattr(train_offline, "sequence_logprobs", lambda model, batch: (
-        forwards.append(batch["input_ids"].shape[1]), forward(model, batch))[1])
-    paths = files(lower=21, upper=13, longest=20)
-    for limit in (None, 200, 40, 1):
-        seen.clear()
-        forwards.clear()
-        run = train(paths, adapter=adapters["llama"], method=method, batch=16, micro_batch=16, lr=0,
-                    epochs=1, omega_lr=5, skip_scores=True, micro_tokens=limit, out=f"run{limit}")
-        found[limit] = list(seen)
-        if limit in (200, 40):
-            assert f"of at most {limit} tokens)" in run.text
-            assert max(forwards) <= max(limit, 128) and len(forwards) > 4
-        if limit == 1:  # every row alone
-            assert len(forwards) == 16 * 2 + 21
-    for limit in (200, 40, 1):
-        for mine, whole in zip(found[limit], found[None], strict=True):
-            assert whole.norm() > 0.1
-            assert (mine - whole).norm() < 1e-5 * whole.norm(), limit
+def test_processes_of_a_sharded_base_run_equally_many_forwards(as_process, monkeypatch):
+    """The third of three has one row less than the others: it runs a forward that counts for
+    nothing, as does one whose questions have no answers."""
+    lower = [3] * 8
+    for rank, expected in ((0, [[0], [3], [6]]), (1, [[1], [4], [7]]), (2, [[2], [5], []])):
+        as_process(rank, 3)
+        left = iter([1, 1, 1, 0])  # what all together still have
+        monkeypatch.setattr(processes, "all_sum", lambda values, left=left: values.fill_(
+            next(left)))
+        found = cut([], lower, 1, sharded=True)
+        assert [low for _, low, _ in found] == expected
+        assert all(rows == ([batches.SPARE_ROW] if not low else rows_of([3])[0])
+                   for _, low, rows in found)
+    as_process(0, 1)
+    monkeypatch.undo()
+    assert cut([], [0, 2], 1) == [([], [1], rows_of([2])[0])]
+    assert cut([], [0, 2], 1, sharded=True) == [([], [0], [batches.SPARE_ROW]),
+                                                ([], [1], rows_of([2])[0])]
 
 
-def test_online_gradient_does_not_depend_on_the_micro_tokens(online, files, adapters):
+def test_online_gradient_does_not_depend_on_the_micro_batch(online, files, adapters):
     """Questions of several answers are not torn apart: the same run, in float64."""
     paths, runs = files(lower=9, upper=7), []
-    for limit in (None, 60, 1):
+    for size in (5, 2, 1):
         runs.append(online(paths, adapter=adapters["llama"], dtype="float64", batch=5, epochs=2,
-                           num_answers=3, k_gen=2, lr=1e-2, omega_lr=5, micro_tokens=limit,
-                           out=f"run{limit}").out)
+                           num_answers=3, k_gen=2, lr=1e-2, omega_lr=5, micro_batch=size,
+                           out=f"run{size}").out)
     for run in runs[1:]:
         assert_same_run(run, runs[0])
 
 
 def test_plan_counts_the_tokens_of_a_forward(train, files):
-    """The memory estimate follows the limit, and a row that is longer than it."""
+    """The memory estimate follows the micro batch, at the longest row's length."""
     paths, tokens = files(lower=9, upper=9, longest=20), {}
-    for limit in (None, 300, 1):
-        text = train(paths, dry_run=True, micro_tokens=limit, micro_batch=8).text
-        tokens[limit] = int(re.search(r"activations of at most (\d+) tokens", text)[1])
-    assert tokens[300] == 300 > tokens[1] and tokens[None] == 2 * 8 * tokens[1]
+    for size in (1, 3, 8):
+        text = train(paths, dry_run=True, micro_batch=size).text
+        tokens[size] = int(re.search(r"activations of at most (\d+) tokens", text)[1])
+    assert tokens[8] == 8 * tokens[1] and tokens[3] == 3 * tokens[1] > 3 * 2 * 20
+
+
+def test_a_named_gpu_becomes_the_current_one(monkeypatch):
+    """Triton launches on the current device, which is the first until told."""
+    told = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", told.append)
+    for name in ("cpu", "cuda", "auto"):
+        assert processes.join_processes(name).index is None
+    assert not told
+    assert processes.join_processes("cuda:1") == torch.device("cuda:1") == told[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

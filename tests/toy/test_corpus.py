@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, python
 from safetensors.torch import load_file
 
+from toy import __main__ as command
 from toy import corpus
 from toy.base import TEMPLATE, encode, train_base
 from utils import read_jsonl
@@ -48,7 +50,8 @@ def test_runs_of_one_seed_may_write_the_rows_at_the_same_time(tmp_path, monkeypa
     def interrupted(*paths):
         if not second:
             second.append(subprocess.run(
-                [sys.executable, "-c", f"import toy; corpus.write({str(tmp_path)!r}, **{small})"],
+                [sys.executable, "-c",
+                 f"from toy import corpus; corpus.write({str(tmp_path)!r}, **{small})"],
                 cwd=ROOT, check=True))
         replace(*paths)
 
@@ -68,6 +71,42 @@ def test_same_seed_same_bytes(tmp_path):
         assert first == again != other
         assert json.loads(first.splitlines()[0]).keys() == {
             "prompt", "response", "bad", "kind", "family", "answer"}
+
+
+@pytest.mark.parametrize(("words", "options"), [
+    ([], {}), (["--seed", "3"], {"seed": 3}),
+    (["--noise", "0.6", "--contrary", "0.5", "--upper", "unrelated"],
+     {"noise": 0.6, "contrary_share": 0.5, "upper": "unrelated"}),
+    (["--noise", "0", "--upper", "pairs"], {"noise": 0, "upper": "pairs"})])
+def test_write_by_the_command_line(tmp_path, capsys, words, options):
+    """The four files by name, their rows those of `make_rows`; their paths are printed."""
+    command.main(["write", "--out", str(tmp_path / "new" / "rows"), *words])
+    printed, expected = capsys.readouterr().out.split(), corpus.make_rows(**options)
+    assert [Path(path).stem for path in printed] == list(expected)
+    for path, rows in zip(printed, expected.values(), strict=True):
+        assert Path(path).parent == tmp_path / "new" / "rows" and read_jsonl(path) == rows
+
+
+def test_write_refuses_a_share_that_is_none(tmp_path, refused):
+    for words in (["--noise", "1.5"], ["--contrary", "-0.1"], ["--noise", "nan"]):
+        line = refused(lambda words=words: command.main(
+            ["write", "--out", str(tmp_path / "rows"), *words]))
+        assert f"{words[0]} {words[1]}: must lie in [0, 1]" in line
+    assert not (tmp_path / "rows").exists()
+
+
+def test_the_module_is_a_command(tmp_path):
+    """`python -m toy write`; a folder that cannot be made is one line and exit code 2."""
+    (tmp_path / "file").write_text("")
+    given, environment = python("-m", "toy", "write", "--out")
+    done = subprocess.run([*given, str(tmp_path / "rows"), "--seed", "1"], cwd=ROOT,
+                          env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(".jsonl") == 4, done.stderr
+    assert read_jsonl(tmp_path / "rows" / "lower.jsonl") == corpus.make_rows(seed=1)["lower"]
+    done = subprocess.run([*given, str(tmp_path / "file" / "rows")], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ") and "choose another path" in done.stderr
 
 
 def test_counts_and_shares(sets):

@@ -1,6 +1,6 @@
-"""Log importance weights of the reference package, for test_baselines.py.
+"""Log importance weights of the reference package, for test_dsir.py.
 
-    pip install data-selection==1.0.3 nltk==3.9.1 && python tests/make_dsir_reference.py
+    pip install data-selection==1.0.3 nltk==3.9.1 && python tests/baselines/make_dsir_reference.py
 
 NLTK 3.10 replaced Python's `re` by the `regex` package, whose \\w holds other characters (x² is one
 word to `re` and two to `regex`); the package was published with `re`, and so are these figures.

@@ -1,0 +1,182 @@
+"""Rank rows by one of the methods; see the package's docstring."""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+import models
+import options
+import ranking
+import utils
+from baselines import scores
+from baselines.dsir import dsir_scores
+from baselines.less import run_less
+from data import sets, sources
+from runtime import command, processes
+from toy import corpus
+from utils import UserError
+
+METHODS = ("random", "dsir", "less", "loss", "length", "ifd")
+NEEDS_UPPER, NEEDS_MODEL = ("dsir", "less"), ("less", "loss", "ifd")
+# Flags of the training scripts that mean the same here, with their one home there: how rows are
+# read, and these.
+SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
+          "keep_fraction")
+NOT_SHARED = ("dpo_beta",)
+# The embedded default: a tiny model on rows of a few tokens.
+TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 128, "project": 1024}
+
+
+def add_shared_arguments(parser):
+    """The flags of the training scripts that mean the same here."""
+    training = argparse.ArgumentParser(add_help=False)
+    options.add_arguments(training)
+    shared = parser.add_argument_group("as in the training scripts (no --lower: the embedded toy)")
+    for group in training._action_groups:
+        for action in group._group_actions:
+            if action.dest in SHARED or ((group.title or "").startswith("data")
+                                         and action.dest not in NOT_SHARED):
+                shared._add_action(action)
+            else:  # what reads these rows for training may ask for it
+                parser.set_defaults(**{action.dest: action.default})
+
+
+def add_own_arguments(parser):
+    """Where the ranking goes, and one group for each method that has settings."""
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("--out", default="kept.jsonl", help="the ranking, one line a row")
+    parser.add_argument("--preset", choices=("toy",),
+                        help="the toy's model and settings, for rows that `python -m toy` wrote")
+    add = parser.add_argument_group("dsir").add_argument
+    add("--dsir-buckets", type=int, default=10_000, help="hash buckets of the n-grams")
+    add("--dsir-min-words", type=int, default=0, help="shorter rows come last (the package: 100)")
+    add("--dsir-no-noise", action="store_true", help="the k largest weights, not a sample")
+    add = parser.add_argument_group("less").add_argument
+    add("--warmup-fraction", type=float, default=0.05, help="share of lower rows (5 %%)")
+    add("--epochs", type=int, default=4, help="of the warm-up, a checkpoint each (4)")
+    add("--lr", type=float, default=2e-5, help="of the warm-up, linear, 3 %% rising (2e-5)")
+    add("--batch", type=int, default=32, help="rows a warm-up step (32)")
+    add("--lora-rank", type=int, default=128, help="(128)")
+    add("--lora-alpha", type=int, default=512, help="(512)")
+    add("--project", type=int, default=8192, help="D, numbers a row; 0: no projection (8192)")
+    add("--upper-groups", action="store_true",
+        help="best over groups of upper rows: each value of their column kind is a group")
+    add("--work", help="folder of features, kept and continued (default: OUT.less)")
+    add = parser.add_argument_group("ifd").add_argument
+    add("--ifd-order", choices=("aligned", "hard"), default="aligned",
+        help="low is best, or the published order: highest below 1 first")
+
+
+def parse_args(argv=None):
+    """Checked arguments; args.toy: no source is named, so the rows are the embedded toy's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m baselines",
+        description="Rank rows without bilevel training. LESS's published values in brackets.")
+    add_shared_arguments(parser)
+    add_own_arguments(parser)
+    first, _ = parser.parse_known_args(argv)
+    toy_run = (first.lower, first.upper, first.model) == (None,) * 3
+    if toy_run or first.preset:
+        parser.set_defaults(model=str(corpus.MODEL), **TOY)
+    args = parser.parse_args(argv)
+    args.toy = toy_run
+    check_args(args)
+    check_out(args)
+    return args
+
+
+def check_args(args):
+    """`UserError` for a value that no method can have, or a source that this one lacks."""
+    options.check_seed(args.seed)
+    for name in ("epochs", "batch", "micro_batch", "lora_rank", "dsir_buckets", "max_length"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+    for name in ("keep_fraction", "warmup_fraction"):
+        if not 0 < getattr(args, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in (0, 1]")
+    if not 0 < args.lr < math.inf or args.project < 0:
+        raise UserError("--lr must be a finite number above 0, --project 0 or more")
+    for name, needed in (("lower", METHODS), ("upper", NEEDS_UPPER), ("model", NEEDS_MODEL)):
+        if not args.toy and getattr(args, name) is None and args.method in needed:
+            raise UserError(f"--{name} is missing; {args.method} needs it (none of --lower, "
+                            "--upper and --model: the embedded toy)")
+
+
+def check_out(args):
+    """Make --out's folder; `UserError` when it cannot be written or is one of the files read."""
+    out = Path(args.out)
+    utils.make_parent(out)
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
+        source = getattr(args, name)
+        if not source or not out.exists() or not Path(source.split("@")[0]).exists():
+            continue
+        if any(out.samefile(part) for part in sources.find_parts(source)
+               if isinstance(part, Path)):
+            raise UserError(f"--out {out}: holds the rows of --{name.replace('_', '-')}, which the "
+                            "ranking would replace; give the name of another file")
+
+
+def open_levels(args):
+    """The rows as training reads them."""
+    context = 2**31
+    if args.model is None and not args.toy:  # no model is named, so no row is too long for it
+        args.model, args.max_length = str(corpus.MODEL), 2**30
+    else:
+        context = models.context_length(models.load_config(args.model))
+    return sets.load_levels(args, models.load_tokenizer(args.model), context)
+
+
+def score_rows(args, levels):
+    """Scores of the lower rows, (N,), higher is better, and further columns of the output."""
+    lower = levels.lower
+    if args.method == "random":
+        return scores.random_scores(len(lower), args.seed), {}
+    if args.method == "length":
+        return scores.length_scores(lower), {}
+    if args.method == "dsir":
+        values, log_weights = dsir_scores(
+            lower, levels.upper, num_buckets=args.dsir_buckets, min_words=args.dsir_min_words,
+            num_kept=round(args.keep_fraction * len(lower)), noise=not args.dsir_no_noise,
+            seed=args.seed, folder=Path(args.out).parent)
+        return values, {"log_weight": log_weights}
+    if args.method == "less":
+        return run_less(args, levels), {}
+    model = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
+                               args.four_bit)
+    if args.method == "loss":
+        return scores.loss_scores(model, lower), {}
+    ratios = scores.ifd_ratios(model, lower)
+    return scores.ifd_scores(ratios, args.ifd_order), {"ifd": ratios}
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    started = time.perf_counter()
+    levels = open_levels(args)
+    lower = levels.lower
+    if not round(args.keep_fraction * len(lower)):
+        raise UserError(f"--keep-fraction {args.keep_fraction} of {len(lower)} rows keeps none")
+    print(f"{args.method}: {len(lower)} lower rows" + (
+        f", {len(levels.upper)} upper rows" if args.method in NEEDS_UPPER else ""), flush=True)
+    values, columns = score_rows(args, levels)
+    if not torch.isfinite(values).all():
+        bad = lower[int((~torch.isfinite(values)).nonzero()[0])]["row_id"]
+        raise UserError(f"the {args.method} score of row_id {bad} is not finite; is the model "
+                        "sound in this --dtype?")
+    _, kept = ranking.write_ranking(args.out, lower, values, args.keep_fraction,
+                                   {"score": values, **columns})
+    labels = ranking.label_metrics(lower, {args.method: values})
+    if labels:
+        ranking.print_label_table(labels, {args.method: values})
+    print("RESULT " + json.dumps({
+        "method": args.method, "seed": args.seed, "rows": len(lower), "kept": int(kept.sum()),
+        "out": str(args.out), **labels, "time/seconds": round(time.perf_counter() - started, 2)}),
+        flush=True)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,252 @@
+"""LESS (Xia et al. 2024): how far an Adam step on a row lowers the upper loss, see `less_scores`.
+
+Deviations, each with its reason:
+ 1. LoRA on every linear layer and no dropout, as in training here, where the authors adapt
+    attention alone with dropout 0.1. `--lora-rank 128 --lora-alpha 512` are theirs.
+ 2. The warm-up is plain Adam without weight decay, gradients clipped at norm 1.
+ 3. The authors pick the top 5 %; here --keep-fraction decides, as for every method.
+"""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from tqdm import tqdm
+
+import batches
+import models
+import utils
+from baselines.projection import project
+from batches import token_groups
+from data import sets
+from logprobs import sequence_logprobs
+from runtime import folder, processes
+from utils import UserError
+
+ROWS_AT_ONCE = 256  # gradients projected together and then written
+
+
+def adam_direction(gradient, m, v):
+    """Gamma = m' / sqrt(v' + 1e-8) after one more Adam step on `gradient`; (..., P), m and v (P,).
+
+    As LESS has it: the epsilon inside the root, no bias correction, betas (0.9, 0.999).
+    """
+    m = 0.9 * m + 0.1 * gradient
+    v = 0.999 * v + 0.001 * gradient.square()
+    return m / (v + 1e-8).sqrt()
+
+
+def row_gradients(model, theta, rows):
+    """Gradient of every row's mean response loss over the adapter, (n, P), by one backward.
+
+    Rows are packed. With X_i the inputs of a LoRA layer s B A that belong to row i, and G_i the
+    gradients of its outputs: dL_i/dB = s G_i^T (X_i A^T), dL_i/dA = s (G_i B)^T X_i.
+    """
+    inputs, outputs = {}, {}
+
+    def watch(layer, arguments, output):
+        if layer not in outputs:  # not again when a checkpointed forward is repeated
+            inputs[layer], outputs[layer] = arguments[0].detach()[0], output
+
+    hooks = [layer.register_forward_hook(watch) for layer in model.modules()
+             if hasattr(layer, "lora_A")]
+    batch = batches.pack(rows, model.device)
+    try:
+        logps, lengths = sequence_logprobs(model, batch)
+        gradients = torch.autograd.grad((-logps / lengths).sum(), list(outputs.values()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    starts = batch["cu_seqlens"].long()
+    place = torch.arange(starts.diff().max(), device=starts.device)
+    inside = place < starts.diff()[:, None]                                  # (n, longest)
+    index = torch.where(inside, starts[:-1, None] + place, 0)
+    by_parameter = {}
+    for layer, gradient in zip(outputs, gradients, strict=True):
+        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        x = inputs[layer][index].to(a.dtype)
+        g = (gradient[0][index] * inside[:, :, None]).to(a.dtype) * layer.scaling["default"]
+        by_parameter[a] = (g @ b).transpose(1, 2) @ x
+        by_parameter[b] = g.transpose(1, 2) @ (x @ a.T)
+    return torch.cat([by_parameter[p].detach().flatten(1) for p in theta], dim=1)
+
+
+def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, lr, seed):
+    """Train the adapter on a random share of the rows; one checkpoint an epoch, in `work`.
+
+    Returns the files. A checkpoint is theta, m, v, each (P,), and lr, the epoch's mean learning
+    rate. Existing ones are taken as they are: the caller has checked that they come from the same
+    arguments. fraction: share of the rows; batch: rows a step, micro_batch: rows a forward.
+    """
+    files = [work / f"warmup_{epoch}.safetensors" for epoch in range(epochs)]
+    if all(file.exists() for file in files):
+        return files
+    count = max(1, round(fraction * len(rows)))
+    chosen = batches.permutation(len(rows), seed, 0, stream=4)[:count]
+    steps = math.ceil(count / batch)
+    total, rising = steps * epochs, math.ceil(0.03 * steps * epochs)
+    print(f"warm-up: {count} of {len(rows)} rows, {steps} steps of {batch} rows an epoch, "
+          f"x {epochs} epochs = {total}")
+    optimizer = torch.optim.Adam(theta, lr=lr)
+    progress = tqdm(total=total, desc="less: warm-up", unit="step")
+    for epoch, file in enumerate(files):
+        order, rates = chosen[batches.permutation(count, seed, epoch, stream=5)], []
+        for k in range(steps):
+            step, members = epoch * steps + k, batches.take(rows, order[k * batch:][:batch])
+            for start in range(0, len(members), micro_batch):
+                part = batches.pack(members[start:start + micro_batch], model.device)
+                logps, lengths = sequence_logprobs(model, part)
+                ((-logps / lengths).sum() / len(members)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(theta, 1.0)
+            if not torch.isfinite(norm):
+                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
+            falling = (total - step) / max(1, total - rising)
+            rates.append(lr * min((step + 1) / (rising + 1), falling))
+            optimizer.param_groups[0]["lr"] = rates[-1]
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.update()
+        state = [optimizer.state[p] for p in theta]
+        utils.write_atomic(file, save({
+            "theta": torch.cat([p.detach().flatten() for p in theta]).cpu(),
+            "m": torch.cat([s["exp_avg"].flatten() for s in state]).cpu(),
+            "v": torch.cat([s["exp_avg_sq"].flatten() for s in state]).cpu(),
+            "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64)}))
+    progress.close()
+    return files
+
+
+def write_features(model, theta, rows, work, name, dim, seed, adam=None):
+    """Projected unit gradients of all rows, (N, dim), in `work/name.npy`; continues after a kill.
+
+    adam: (m, v) for training rows, whose gradient becomes Adam's step; None for validation rows.
+    dim == P: no projection. float16 on disk, float64 for a float64 adapter.
+    """
+    file, progress = work / f"{name}.npy", work / f"{name}.done"
+    shape = (len(rows), dim)
+    dtype = np.float64 if theta[0].dtype == torch.float64 else np.float16
+    done = int(progress.read_text()) if progress.exists() else 0
+    features = np.lib.format.open_memmap(file, "r+" if done else "w+", dtype, shape)
+    if not done and hasattr(os, "posix_fallocate"):  # a full disk fails here, not later
+        with open(file, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
+    size = sum(p.numel() for p in theta)
+    at_once = max(1, min(ROWS_AT_ONCE, 2**28 // size))  # a gigabyte of gradients
+    bar = tqdm(total=len(rows), initial=done, desc=f"less: {name}", unit="row", mininterval=1)
+    for start in range(done, len(rows), at_once):
+        vectors, block = [], batches.take(rows, range(start, min(start + at_once, len(rows))))
+        for part in token_groups(block, range(len(block))):
+            vectors.append(row_gradients(model, theta, part))
+            if adam is not None:
+                vectors[-1] = adam_direction(vectors[-1], *adam)
+        vectors = torch.cat(vectors)
+        vectors = vectors if dim == size else project(vectors, dim, seed)
+        norms = vectors.norm(dim=1, keepdim=True)
+        if not torch.isfinite(norms).all():
+            position = start + int((~torch.isfinite(norms)).nonzero()[0, 0])
+            raise UserError(f"{name}: the gradient of row {position} is not finite")
+        features[start:start + len(vectors)] = (vectors / norms.clamp_min(1e-30)).cpu().numpy()
+        features.flush()
+        utils.write_atomic(progress, str(start + len(vectors)))
+        bar.update(len(vectors))
+    bar.close()
+    return features
+
+
+def read_features(features):
+    """(slice of rows, their features in float64), a quarter of a gigabyte at a time."""
+    size = max(1, 2**25 // features.shape[1])
+    for start in range(0, len(features), size):
+        part = slice(start, start + size)
+        yield part, torch.from_numpy(features[part].astype(np.float64))
+
+
+def less_scores(model, theta, lower, upper, groups, files, work, dim, seed):
+    """LESS: s(z) = max over groups j of mean over upper rows z' in j of sum_i w_i cos_i(z, z').
+
+    cos_i(z, z') = <Gamma_i(z), g_i(z')> of the projected unit vectors at checkpoint i: Adam's step
+    on the lower row z against the plain gradient of the upper row z'. w_i is the epoch's mean
+    learning rate, normalised to sum one. groups: a name for each upper row; files: the checkpoints
+    of `warm_up`; dim: numbers a vector is projected to. Returns (N,) float64.
+    """
+    names = sorted(set(groups))
+    member = torch.tensor([[group == name for group in groups] for name in names]).double()
+    member /= member.sum(dim=1, keepdim=True)
+    checkpoints = [load_file(file) for file in files]
+    rates = torch.cat([checkpoint["lr"] for checkpoint in checkpoints])
+    scores = torch.zeros(len(lower), len(names), dtype=torch.float64)
+    for i, (weight, state) in enumerate(zip(rates / rates.sum(), checkpoints, strict=True)):
+        torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
+        adam = state["m"].to(model.device), state["v"].to(model.device)
+        features = write_features(model, theta, upper, work, f"upper_{i}", dim, seed)
+        target = sum(member[:, part] @ block for part, block in read_features(features))
+        features = write_features(model, theta, lower, work, f"lower_{i}", dim, seed, adam)
+        for part, block in read_features(features):
+            scores[part] += weight * (block @ target.T)
+    return scores.max(dim=1).values
+
+
+def rows_fingerprint(rows):
+    """Changes with the content of the rows, their order or how they were tokenised."""
+    return utils.content_hash(*rows["hash"][:], *map(str, sets.row_lengths(rows).tolist()))
+
+
+def model_fingerprint(model):
+    """Changes with the weights: some of every parameter."""
+    return utils.content_hash(*(
+        f"{name} {tuple(p.shape)} {p.flatten()[::max(1, p.numel() // 64)][:64].double().tolist()}"
+        for name, p in model.named_parameters()))
+
+
+def projected_size(theta, limit, num_rows, epochs, work):
+    """D, numbers a gradient is projected to, said with the disk it needs.
+
+    limit: D at most (--project), 0 for no projection; num_rows: of both levels.
+    """
+    size = sum(p.numel() for p in theta)
+    if not limit or size <= limit:
+        dim, how = size, "projection skipped: " + (
+            f"no longer than --project {limit}" if limit else "switched off")
+    else:
+        dim, how = limit, f"projected to {limit}"
+    width = 8 if theta[0].dtype == torch.float64 else 2
+    print(f"less: the gradient has {size} numbers, {how}; features in {work}: {num_rows} rows x "
+          f"{dim} x {width} bytes x {epochs} checkpoints = "
+          f"{num_rows * dim * width * epochs / 2**20:.0f} MiB")
+    return dim
+
+
+def open_work(args, model, levels):
+    """The folder of checkpoints and features; `UserError` when it belongs to another run."""
+    settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
+                "lora_alpha", "project", "dtype", "four_bit")
+    config = {"args": {name: getattr(args, name) for name in settings},
+              "data": {"model": model_fingerprint(model),
+                       "lower rows": rows_fingerprint(levels.lower),
+                       "upper rows": rows_fingerprint(levels.upper)}}
+    return folder.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
+
+
+def run_less(args, levels):
+    """Scores of the lower rows, (N,) float64, from the first step or where a killed run stopped."""
+    groups = ["all"] * len(levels.upper)
+    if args.upper_groups:
+        if "kind" not in levels.upper.column_names:
+            raise UserError("--upper-groups: the upper rows have no column kind; name it with "
+                            "--upper-columns kind=...")
+        groups = levels.upper["kind"][:]
+    folder.seed_everything(args.seed)
+    base = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
+                              args.four_bit)
+    work = open_work(args, base, levels)
+    model = models.add_lora(base, args.lora_rank, args.lora_alpha,
+                             checkpointing=args.gradient_checkpointing)
+    theta = [p for p in model.parameters() if p.requires_grad]
+    lower, upper = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
+    dim = projected_size(theta, args.project, len(lower) + len(upper), args.epochs, work)
+    files = warm_up(model, theta, lower, work, fraction=args.warmup_fraction, epochs=args.epochs,
+                    batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, seed=args.seed)
+    return less_scores(model, theta, lower, upper, groups, files, work, dim, args.seed)
