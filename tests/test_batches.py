@@ -1,4 +1,4 @@
-"""Which rows a step reads: every row once an epoch, two levels apart, the same however it is cut."""
+"""Which rows a step reads: every row once an epoch, two levels apart, however cut."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Killed at random instants, both scripts go on bit for bit: set-up, generation and end included."""
+"""Killed at random instants, set-up and end included, both scripts go on bit for bit."""
 
 import random
 import signal

@@ -21,7 +21,8 @@ def bad(tmp_path, files, folders, refused):
                    "upper_heldout": paths["heldout"], "model": folders["llama"],
                    "out": tmp_path / "run", "cache_dir": tmp_path / "cache"} | options
         line = refused(lambda: main(flags(**options)))
-        assert 20 < len(line) < 700 + 2 * max(len(str(value)) for value in options.values()) and not (tmp_path / "run").exists()
+        assert 20 < len(line) < 700 + 2 * max(len(str(value)) for value in options.values())
+        assert not (tmp_path / "run").exists()
         return line
     return check
 
@@ -33,8 +34,9 @@ CONFIGS = ["[1, 2]", "null", "3", '"llama"', "{}", '{"model_type": 3}', '{"model
         ("num_attention_heads", 7), ("num_key_value_heads", 0), ("num_hidden_layers", 0),
         ("num_hidden_layers", -1), ("vocab_size", 0), ("vocab_size", 10**12), ("vocab_size", -1),
         ("vocab_size", "many"), ("intermediate_size", 0), ("intermediate_size", 10**12),
-        ("max_position_embeddings", -1), ("max_position_embeddings", "long"), ("hidden_act", "none"), ("rope_parameters", 3),
-        ("rope_parameters", []), ("dtype", "float99"))]
+        ("max_position_embeddings", -1), ("max_position_embeddings", "long"),
+        ("hidden_act", "none"), ("rope_parameters", 3), ("rope_parameters", []),
+        ("dtype", "float99"))]
 
 
 @pytest.mark.parametrize("change", CONFIGS, ids=str)
@@ -105,7 +107,7 @@ def test_names_that_are_too_long(bad, main, flag):
         assert "xxx" in bad(main, **more | {flag: name}), flag
 
 
-def test_a_relative_model_is_known_from_another_folder(train, files, folders, tmp_path, monkeypatch):
+def test_a_relative_model_is_known_from_elsewhere(train, files, folders, tmp_path, monkeypatch):
     """It is kept as an absolute path: a run goes on from anywhere, and no hub is asked."""
     import models
 
