@@ -29,9 +29,9 @@ warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprec
 
 def _from_hub(name):
     """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False for a name that is too long, where Path's own raises
         return
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"{name}: no such folder for the model")
     hub_answers("model_info", name, "model")
 
@@ -43,7 +43,7 @@ def load_tokenizer(name):
     _from_hub(name)
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # broken files raise anything from OSError to AttributeError
         why = first_line(error)
         raise UserError(f"{name}: the tokenizer cannot be loaded ({why})") from None
 
@@ -55,11 +55,24 @@ def load_config(name):
     _from_hub(name)
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+        sizes = config.get_text_config()
+        if not config.is_encoder_decoder:
+            without_weights(config)
+            if min(sizes.hidden_size, sizes.num_hidden_layers) < 1:
+                raise ValueError(f"{sizes.num_hidden_layers} layers of size {sizes.hidden_size}")
+    except Exception as error:  # impossible sizes raise anything from TypeError to OverflowError
         raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
     if config.is_encoder_decoder:
         raise UserError(f"{name}: an encoder-decoder model; these scripts train decoders")
     return config
+
+
+def without_weights(config):
+    """The model of a configuration on the meta device: names and shapes, no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def context_length(config):
@@ -93,12 +106,10 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     try:
         model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True,
                                                              **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
-    except Exception as error:  # safetensors raises its own class, which derives from Exception
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise UserError(f"{name}: broken weights file ({first_line(error)}); copy it again") \
+    except Exception as error:  # transformers, safetensors and bitsandbytes raise a dozen classes
+        broken = type(error).__name__ == "SafetensorError"
+        what = "broken weights file" if broken else "the model cannot be loaded"
+        raise UserError(f"{name}: {what} ({first_line(error)})" + "; copy it again" * broken) \
             from None
     if report["missing_keys"]:  # transformers fills them with random numbers and goes on
         raise UserError(f"{name}: the weights file lacks {len(report['missing_keys'])} of the "
@@ -132,10 +143,21 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
 
     if adapter is not None:
         try:
-            model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            with warnings.catch_warnings(action="ignore"):  # PEFT's list; ours is one line
+                model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True,
+                                                       ignore_mismatched_sizes=True)
+                # Once more: what matches nothing stays random, and only this call tells.
+                found = model.load_adapter(adapter, "default", is_trainable=True,
+                                           ignore_mismatched_sizes=True)
         except Exception as error:  # PEFT, safetensors and the hub raise a dozen classes here
             raise UserError(f"{adapter}: not a LoRA adapter for this model ({first_line(error)})") \
                 from None
+        for names, what in ((found.missing_keys, "lacks, or has in another shape,"),
+                            (found.unexpected_keys, "has, and the model has no place for,")):
+            if names:
+                raise UserError(f"{adapter}: not an adapter of this model: its weights file {what} "
+                                f"{names[0]} (one of {len(names)} tensors); give the --model that "
+                                "it was trained on, or copy it again")
     else:
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
