@@ -21,7 +21,7 @@ from evaluation.runs import (
     check_entry,
     check_output,
     each_curated,
-    parse_json,
+    json_value,
     read_text,
     read_vector,
 )
@@ -37,7 +37,7 @@ def is_model_folder(name):
     path = Path(name) / "config.json"
     if not path.is_file():
         return True  # a name on the hub, or a path that loading will refuse
-    config = parse_json(path, read_text(path))
+    config = json_value(path, read_text(path))
     check_entry(path, config, {})
     return "model_type" in config
 

@@ -44,7 +44,7 @@ from evaluation.runs import (
     check_entry,
     check_output,
     is_number,
-    parse_json,
+    json_value,
     read_text,
     whole_texts,
 )
@@ -65,7 +65,7 @@ def read_list(path, needed):
         (f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     rows = []
     for place, part in parts:
-        value = parse_json(place, part, nan=True)  # a missing preference may be NaN
+        value = json_value(place, part, nan=True)  # a missing preference may be NaN
         rows += value if isinstance(value, list) else [value]
     for number, row in enumerate(rows, 1):
         check_row(f"{path} row {number}", row, needed)
