@@ -11,7 +11,7 @@ import tokenizers
 from conftest import CHATML, make_rows, make_tokenizer, write_rows
 from transformers import PreTrainedTokenizerFast
 
-from data import layouts, recipes, sources, tokens
+from data import layouts, recipes, sets, sources, tokens
 from utils import UserError
 
 GOOD = b'{"prompt": "a", "response": "b"}\n'
@@ -171,3 +171,17 @@ def test_a_good_file_beside_all_this(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["response"]) for row in rows] == [
         (line["prompt"], line["response"]) for line in lines]
+
+
+def test_both_sides_of_a_pair_count(tmp_path):
+    """A rejected answer past the context is refused, and the plan's tokens hold both sides."""
+    pairs = [{"prompt": f"red {i}", "chosen": "blue", "rejected": "stone " * (3 + 40 * (i == 2))}
+             for i in range(4)]
+    rows, _ = sets.load_pairs(write_rows(tmp_path / "pairs.jsonl", pairs), make_tokenizer(),
+                              cache_dir=tmp_path)
+    sides = [[len(row[f"{side}input_ids"]) for row in rows] for side in ("", "rejected_")]
+    assert max(sides[1]) > max(sides[0])
+    assert sets.row_lengths(rows).tolist() == [sum(both) for both in zip(*sides, strict=True)]
+    sets.check_lengths(rows, max(sides[1]), "upper")
+    with pytest.raises(UserError, match=r"1 rows are longer.*first: row_id 2"):
+        sets.check_lengths(rows, max(sides[1]) - 1, "upper")
