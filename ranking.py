@@ -111,15 +111,18 @@ def ranking_metrics(scores, bad, kinds):
     """How well low scores find bad rows, in all and by kind of fault.
 
     scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
-    bad (the bottom of the ranking, ties in row order), so precision equals recall over all kinds.
+    bad (the bottom of the ranking), so precision equals recall over all kinds. Rows that tie at the
+    border are flagged in part, each as much: the order of the file says nothing.
     Keys: auroc, precision, and auroc/KIND, recall/KIND for every kind among the bad rows (AUROC of
     a kind is against the good rows alone).
     """
     scores, bad = torch.as_tensor(scores).double(), torch.as_tensor(bad).bool()
-    flagged = torch.zeros_like(bad)
-    flagged[scores.argsort(stable=True)[: int(bad.sum())]] = True
-    metrics = {"auroc": auroc(scores, bad),
-               "precision": float(bad[flagged].double().mean()) if bad.any() else None}
+    metrics = {"auroc": auroc(scores, bad), "precision": None}
+    if bad.any():
+        border = scores.sort().values[int(bad.sum()) - 1]
+        below, tied = (scores < border).double(), (scores == border).double()
+        flagged = below + tied * ((bad.sum() - below.sum()) / tied.sum())  # (n,) in [0, 1]
+        metrics["precision"] = float(flagged[bad].double().mean())
     for kind in sorted({k for k, b in zip(kinds, bad.tolist(), strict=True) if b}):
         own = torch.tensor([k == kind for k in kinds]) & bad
         metrics[f"auroc/{kind}"] = auroc(scores[own | ~bad], own[own | ~bad])
