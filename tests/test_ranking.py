@@ -11,6 +11,7 @@ import logprobs
 from batches import exact_match, mean_losses, row_losses
 from data import tokens
 from ranking import auroc, ranking_metrics
+from utils import table
 
 # --- rankings -------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ def plain_loss(plain, row):
 @pytest.mark.parametrize("tokens", [1, 60, 4096])
 def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, tokens):
     """Eq. SFT_def over the response length, each row alone; however many go into one forward."""
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", tokens)
+    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", tokens)
     packed, plain = models
     losses, lengths = row_losses(packed, rows[0])
     expected = [plain_loss(plain, row) for row in rows[0]]
@@ -115,7 +116,7 @@ def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, to
 
 
 def test_token_groups_hold_every_row_once(monkeypatch, rows):
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 70)
+    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 70)
     tokens = batches.tokens_only(rows[0])
     groups = [batches.pack(group) for group in batches.token_groups(tokens, range(25))]
     assert len(groups) > 5
@@ -153,7 +154,7 @@ def test_eq_exact_match_is_greedy_generation(rows, models):
 # --- tables and results ---------------------------------------------------------------------------
 
 def test_table_aligns_and_rounds():
-    text = batches.table(["name", "x"], [["a", 1.23456], ["long name", None], ["b", 3]])
+    text = table(["name", "x"], [["a", 1.23456], ["long name", None], ["b", 3]])
     assert text.splitlines() == ["name            x", "-----------------", "a          1.2346",
                                  "long name       -", "b               3"]
 
