@@ -3,12 +3,18 @@
 A ranking file has one line a row, best first: row_id, hash, rank (1 is the best), kept, and more.
 """
 
-from runtime.processes import rank
+import detect
+from batches import SPARE_ROW, answer_row, pack, take, token_groups, tokens_only
+from curate import empty_prompt
+from logprobs import token_logps
+from models import is_sharded
+from runtime.processes import all_sum, in_step, rank, world_size
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split
 import torch
 
+EVIDENCE = ("end", "relevance", "fluency", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -143,3 +149,70 @@ def print_label_table(metrics, scores):
                   key=lambda k: (k.count("/"), k))
     rows = [[name, *(metrics.get(f"{name}/{key}") for key in keys)] for name in scores]
     print(table(["ranking by", *keys], rows))
+
+
+# --- row tests ------------------------------------------------------------------------------------
+
+def blank_prompt(rows, sample=500):
+    """The template around an empty question: the tokens that all prompts share.
+
+    Taken from some `sample` rows all over the file, because neighbours may ask alike.
+    """
+    places = range(0, len(rows), max(1, len(rows) // sample))
+    return empty_prompt([row["input_ids"][:row["trained"].index(1)]
+                         for row in take(tokens_only(rows), places)])
+
+
+def last_turns(model, rows, ends):
+    """One forward: (prompt, answer, logps, end logps, row loss) of the last turn of every row.
+
+    prompt, answer: tokens before the last trained run, and that run without its end tokens, the
+    last ones of the row that are in `ends`. logps, end logps: of answer and end tokens, nats, on
+    the CPU. row loss: the mean over all trained tokens, as `batches.row_losses` computes it.
+    """
+    batch = pack(rows, model.device)
+    logps, owner = token_logps(model, batch)
+    counts = torch.bincount(owner, minlength=len(rows))
+    sums = torch.zeros(len(rows), dtype=logps.dtype, device=logps.device).index_add(0, owner, logps)
+    turns = []
+    for row, own, loss in zip(rows, logps.double().cpu().split(counts.tolist()),
+                              (-sums / counts).tolist(), strict=True):
+        ids, trained = row["input_ids"], row["trained"]
+        stop = len(trained) - trained[::-1].index(1)
+        start = stop - next((n for n, t in enumerate(trained[stop - 1::-1]) if not t), stop)
+        last = stop
+        while last > start and ids[last - 1] in ends:
+            last -= 1
+        body = len(own) - (stop - last)
+        turns.append((ids[:start], ids[start:last], own[max(0, body - (last - start)):body],
+                      own[body:], loss))
+    return turns
+
+
+@torch.no_grad()
+def row_evidence(model, rows, ends, blank, label=None):
+    """What the row tests read, {name: (N,) float64}: two forwards of every row, no gradient.
+
+    ends: token ids that end a turn; blank: tokens of the blank prompt. The names are those of
+    detect.py, all of the row's last turn: end (NaN where the row has no end token), relevance,
+    fluency, repetition, copied, news, length (tokens of the answer); and loss, the mean over all
+    trained tokens. The rows are shared by all processes; each returns all of them.
+    """
+    found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
+    mine, place = range(rank(), len(rows), world_size()), rank()
+    groups = token_groups(tokens_only(rows), mine, label)
+    for group in in_step(groups, is_sharded(model)):
+        turns = last_turns(model, group or [SPARE_ROW], ends)
+        # An empty answer, an end token alone, still needs a token to be a row.
+        behind = last_turns(model, [answer_row(blank, answer or prompt[:1])
+                                    for prompt, answer, *_ in turns], ())
+        for (prompt, answer, c, end, loss), (_, _, u, _, _) in zip(turns, behind, strict=True):
+            if group is None:
+                break
+            u = u[:len(c)]
+            found[place] = torch.tensor([
+                detect.end(end), detect.relevance(c, u), detect.fluency(c),
+                detect.repetition(answer), *detect.copied(answer, prompt), len(answer), loss],
+                dtype=torch.float64)
+            place += world_size()
+    return dict(zip(EVIDENCE, all_sum(found).T, strict=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-COPYABLE = ("selector.py", "bmo_weights.py", "logprobs.py")
+COPYABLE = ("selector.py", "bmo_weights.py", "logprobs.py", "detect.py")
 ROOMS = ("evaluation", "paper", "benchmarks", "theory")  # no step of the method needs them
 FILES = sorted(path for path in ROOT.glob("**/*.py")
                if not {"tests", ".venv", ".cache", "runs"} & set(path.relative_to(ROOT).parts))
