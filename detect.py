@@ -47,8 +47,10 @@ Plain tensors and lists, float64; imports nothing of the project and can be copi
 """
 
 import math
+import operator
 import re
 import zlib
+from array import array
 
 import torch
 
@@ -57,6 +59,7 @@ BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
 FDR = 0.1             # expected share of good rows among the flagged
+FOREIGN = 0.2         # share of a file's good rows beyond 95 % of the trusted ones: another style
 KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
@@ -190,7 +193,7 @@ def bands(lengths, of, size=BAND):
     """
     count = min(4, max(1, len(of) // size))
     edges = torch.quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count)
-    return torch.searchsorted(edges, lengths.double(), right=True)
+    return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
 
 
 def banded_surprise(values, lengths, null=None, null_lengths=None, name=None):
@@ -201,7 +204,7 @@ def banded_surprise(values, lengths, null=None, null_lengths=None, name=None):
     """
     trusted = null is not None
     null, null_lengths = (null, null_lengths) if trusted else (values, lengths)
-    own, other = bands(lengths.contiguous(), null_lengths), bands(null_lengths, null_lengths)
+    own, other = bands(lengths, null_lengths), bands(null_lengths, null_lengths)
     found = torch.zeros_like(values)
     for band in own.unique().tolist():
         sample = null[other == band]
@@ -249,18 +252,49 @@ def knows_ends(ends, cut):
     return float(below.double().mean() / 2 / len(ends))
 
 
+def file_null(name, values, made=None):
+    """What good values (m,) of a detector are, from a file's own values (N,), some of them bad.
+
+    made: {"end": (m,), "relevance": (m,)} of `scaled` values of faults made on purpose, see
+    `without_made`; a detector that it lacks takes the good side of the file.
+    """
+    values = values[~values.isnan()]
+    if made is None or name not in made:
+        return good_side(values, name)
+    null, _ = without_made(values, made[name])
+    # About symmetric around its median, and no fault is too sure of its end.
+    return good_side(null, name, torch.median) if name == "end" else null
+
+
+def foreign(found, trusted, made=None):
+    """Detectors under which the trusted rows are of another kind than the file's good rows.
+
+    Of the file's own null, more than FOREIGN is then among the trusted rows' worst twentieth: a
+    matter of style, not of faults. Arguments of `surprises`.
+    """
+    names = []
+    for name in set(trusted) & set(found) & {"end", "relevance", "fluency", "order"}:
+        values = scaled(name, found)
+        if not values.isnan().all() and not trusted[name].isnan().all():
+            own = file_null(name, values, made)
+            usual = scaled(name, trusted)
+            limit = torch.quantile(usual[~usual.isnan()], 0.95)
+            if float((own > limit).double().mean()) > FOREIGN:
+                names.append(name)
+    return sorted(names)
+
+
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
     found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, repetition, copied,
-    news, length and, as wanted, order and guidance. made: {"end": (m,), "relevance": (m,)} of
-    `scaled` values of faults made on purpose; without trusted rows and made faults the good side of
-    the file stands in. names: the detectors, None for all that `found` has numbers for.
+    news, length and, as wanted, order and guidance. A detector that `trusted` lacks is compared
+    with the file's own null, see `file_null` for it and `made`; `foreign` says which to leave out.
+    names: the detectors; None: all that `found` has the numbers for.
     """
-    names = names or [n for n in ("end", "relevance", "fluency", "repetition", "echo", "order",
-                                  "guidance") if n in found or n == "echo"]
+    known = ("end", "relevance", "fluency", "repetition", "echo", "order", "guidance")
     surprising = {}
-    for name in names:
+    for name in names or [name for name in known if name in found or name == "echo"]:
         values = scaled(name, found)
         if name in SCALES:
             surprising[name] = fixed_surprise(values, *SCALES[name])
@@ -268,10 +302,7 @@ def surprises(found, trusted=None, made=None, names=None):
             surprising[name] = banded_surprise(values, found["length"], scaled(name, trusted),
                                                trusted["length"])
         elif made is not None and name in made:
-            null, _ = without_made(values, made[name])
-            if name == "end":  # about symmetric, and no fault is too sure of its end
-                null = good_side(null, name, torch.median)
-            surprising[name] = surprise(values, null)
+            surprising[name] = surprise(values, file_null(name, values, made))
         else:
             surprising[name] = banded_surprise(values, found["length"], name=name)
     return surprising
@@ -343,19 +374,19 @@ def text_reasons(rows):
     (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
     One pass, linear; what is kept of a row are a few hashes.
     """
-    seen, first, answers, reasons = {}, [], {}, []
+    seen, first, answers, reasons = {}, array("q"), {}, []
     for place, (prompt, answer) in enumerate(rows):
         prompt, answer = normalised(prompt), normalised(answer)
-        signature = minhashes(f"{prompt} \x1f {answer}")
-        bands = [(band, *signature[band:band + ROWS_PER_BAND].tolist())
+        signature = minhashes(f"{prompt} \x1f {answer}").tolist()
+        bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
                  for band in range(0, HASHES, ROWS_PER_BAND)]
-        close = {seen[hash(band)] for band in bands if hash(band) in seen}
-        same = any((first[other] == signature).double().mean() >= ALIKE for other in close)
+        same = any(sum(map(operator.eq, first[other:other + HASHES], signature)) >= ALIKE * HASHES
+                   for other in {seen[band] for band in bands if band in seen})
         reasons.append("duplicate" if same else None)
         if not same:
             for band in bands:
-                seen.setdefault(hash(band), len(first))
-            first.append(signature)
+                seen.setdefault(band, len(first))
+            first.extend(signature)
         told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
         told.setdefault(zlib.crc32(answer.encode()), (place, len(answer.split())))
     for told in answers.values():

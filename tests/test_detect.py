@@ -208,6 +208,15 @@ def test_a_clean_file_comes_out_clean_and_a_dirty_one_does_not(trusted):
                zip(reason, flagged.tolist(), strict=True))
 
 
+def test_trusted_rows_of_another_style_are_no_null():
+    found, other = file_of(1000, 1, cut=300), file_of(400, 90)
+    made = {"end": draw(200, 50) + 9}
+    assert detect.foreign(found, other, made) == []
+    other["fluency"] = other["fluency"] * 0.6
+    assert detect.foreign(found, other, made) == ["fluency"]
+    assert detect.foreign(found, {"length": other["length"]}, made) == []
+
+
 def test_without_an_end_a_row_is_not_judged_by_it():
     found = file_of(500, 3)
     found["end"][:100] = math.nan
