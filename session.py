@@ -181,7 +181,8 @@ def start(run, selects=True):
         run.selector.load_state_dict(run.saved["selector"])
         for name, optimizer in run.optimizers.items():
             optimizer.load_state_dict(run.saved[name])
-    run.base_losses = None if args.skip_scores else base_losses(run)
+    run.tests = {} if args.skip_scores else base_tests(run)
+    run.base_losses, run.test_columns = run.tests.get("losses"), ranking.columns_of_tests(run.tests)
     run.reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
         run.reference = reference_margins(
@@ -209,15 +210,24 @@ def before_training(run, file):
     return contextlib.nullcontext()
 
 
-def base_losses(run):
-    """Every lower row's loss before training; computed once and kept in the run folder."""
-    file = run.out / "weights" / "base_losses.safetensors"
-    losses = folder.read_once(file, lambda f: load_file(f)["losses"].view(run.num_rows))
-    if losses is None:
+def base_tests(run):
+    """{"losses": every lower row's loss before training, and `ranking.row_tests`}, (N,) each.
+
+    Computed once and kept in the run folder; tests.json has what the report shows of them.
+    """
+    file, lower = run.out / "weights" / "base_losses.safetensors", run.levels.lower
+    saved = folder.read_once(file, lambda f: {
+        name: tensor.view(run.num_rows) for name, tensor in load_file(f).items()})
+    if saved is None:
         with before_training(run, file):
-            losses, _ = row_losses(run.model, run.levels.lower, label="base losses")
-        folder.write_once(file, save({"losses": losses.contiguous()}))
-    return losses
+            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper,
+                                             ranking.end_ids(run.tokenizer), run.args.seed)
+        losses = tests.pop("loss")
+        saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
+        folder.write_once(run.out / "tests.json", json.dumps(
+            ranking.first_look(tests, notes, lower)) + "\n")
+        folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
+    return saved
 
 
 def base_metrics(run):
@@ -260,7 +270,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if scores:
         ranks, kept = ranking.write_ranking(
             run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
-            {"weight": run.selector.weights().cpu(), **columns})
+            {"weight": run.selector.weights().cpu(), **columns, **run.test_columns})
         write_shown(run, ranks)
         result |= kept_losses(run, kept, more)
     labels = ranking.label_metrics(lower, scores)
