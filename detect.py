@@ -349,7 +349,7 @@ _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 
 
-def normalised(text):
+def plain_words(text):
     """Words in lower case, without punctuation and spacing."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
@@ -376,7 +376,7 @@ def text_reasons(rows):
     """
     seen, first, answers, reasons = {}, array("q"), {}, []
     for place, (prompt, answer) in enumerate(rows):
-        prompt, answer = normalised(prompt), normalised(answer)
+        prompt, answer = plain_words(prompt), plain_words(answer)
         signature = minhashes(f"{prompt} \x1f {answer}").tolist()
         bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
                  for band in range(0, HASHES, ROWS_PER_BAND)]

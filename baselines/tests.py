@@ -28,7 +28,7 @@ def score_by_tests(model, tokenizer, levels, seed):
         "loss": tests["loss"], "length": tests["length"].long()}
 
 
-def one_line(text, end=False):
+def one_screen_line(text, end=False):
     """A text on one line of a terminal, its start or its end; control characters are replaced."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}"
                    for c in " ".join(text.split()))
@@ -47,7 +47,7 @@ def print_look(look):
         if row["reason"] not in seen:
             seen.add(row["reason"])
             print(f"  {ranking.REASONS[row['reason']]}: row_id {row['row_id']}\n"
-                  f"    question: {one_line(row['prompt'])}\n"
-                  f"    answer: {one_line(row['response'], end=row['reason'] == 'end')}")
+                  f"    question: {one_screen_line(row['prompt'])}\n"
+                  f"    answer: {one_screen_line(row['response'], end=row['reason'] == 'end')}")
     print(table(["who is flagged", "rows", "share"], [
         [group, rows, flagged / rows] for group, rows, flagged in look["groups"]]))

@@ -144,7 +144,7 @@ def read_verdicts(path, rows):
     return [given[row["row_id"]] for row in rows]
 
 
-def summary(rows, verdicts, num_flagged, num_rows):
+def audit_summary(rows, verdicts, num_flagged, num_rows):
     """{"precision", "missed": {"share", "low", "high", "bad", "judged"}, "flagged", "rows"}."""
     result = {"flagged": num_flagged, "rows": num_rows}
     for name, group in (("precision", True), ("missed", False)):
@@ -194,7 +194,7 @@ def run_audit(args):
             {"row_id": row["row_id"], "flagged": row["flagged"],
              "verdict": {True: "y", False: "n", None: "s"}[verdict]}
             for row, verdict in zip(rows, verdicts, strict=True)])
-    result = summary(rows, verdicts, num_flagged, num_rows)
+    result = audit_summary(rows, verdicts, num_flagged, num_rows)
     for name, text in (("precision", "of the flagged rows are bad"),
                        ("missed", "of the other rows are bad")):
         own = result[name]

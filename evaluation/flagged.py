@@ -3,7 +3,7 @@
 The texts are those of the data set, so the worst examples can be judged without opening the source.
 """
 
-from evaluation.runs import NUMBER, TEXT, WHOLE, check_entry, parse_json, read_text
+from evaluation.runs import NUMBER, TEXT, WHOLE, check_entry, json_value, read_text
 from evaluation.texts import escaped_html, html_table, one_line
 from ranking import REASONS
 from utils import UserError
@@ -16,7 +16,7 @@ def read_look(run):
     path = run.folder / "tests.json"
     if not path.exists():
         return None
-    look = parse_json(path, read_text(path))
+    look = json_value(path, read_text(path))
     check_entry(path, look, {"line": TEXT})
     for name in ("notes", "groups", "worst"):
         if type(look.get(name)) is not list:

@@ -27,7 +27,7 @@ def swapped(row, donor, rng):
     return donor["response"]
 
 
-def shuffled(row, donor, rng):
+def shuffle_words(row, donor, rng):
     """The same words in a random order."""
     words = row["response"].split()
     mixed = rng.sample(words, len(words))
@@ -56,7 +56,7 @@ def repeated(row, donor, rng):
     return " ".join(parts + parts[-1:] * rng.randint(2, 5)) if len(parts[-1].split()) > 2 else None
 
 
-def echo(row, donor, rng):
+def echo_prompt(row, donor, rng):
     """The question in place of an answer."""
     return row["prompt"]
 
@@ -87,9 +87,9 @@ def changed(row, donor, rng):
     return rng.choice(edits) if edits else None
 
 
-KINDS = {"swapped": swapped, "swapped near": swapped, "shuffled": shuffled,
+KINDS = {"swapped": swapped, "swapped near": swapped, "shuffled": shuffle_words,
          "cut middle": cut_middle, "cut sentence": cut_sentence, "repeated": repeated,
-         "echo": echo, "refusal": refusal, "changed": changed}
+         "echo": echo_prompt, "refusal": refusal, "changed": changed}
 
 
 def nearest(rows, donors):

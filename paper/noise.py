@@ -62,7 +62,7 @@ def faulty_rows(kind, good, donors, seed):
             for place, answer in made if answer]
 
 
-def measured(folder, name, places, rows, scorer):
+def measure_rankings(folder, name, places, rows, scorer):
     """(tokenised rows, their places, {number: (n,)}) of some rows; kept in `folder`.
 
     scorer: a namespace of model, tokenizer, ends, blank and options of `load_rows`.
@@ -166,15 +166,15 @@ def noise_table(args):
               "tokenizer": tokenizer, "ends": ranking.end_ids(tokenizer), "blank": None,
               "options": {"template": given.template, "max_length": given.max_length,
                           "cache_dir": given.cache_dir}}
-    parts = {"clean": measured(folder, "clean", range(len(good)), good, scorer)}
+    parts = {"clean": measure_rankings(folder, "clean", range(len(good)), good, scorer)}
     for kind in faults.KINDS:
         places, rows = zip(*faulty_rows(kind, good, donors, given.seed), strict=True)
-        parts[kind] = measured(folder, kind.replace(" ", "_"), places, rows, scorer)
+        parts[kind] = measure_rankings(folder, kind.replace(" ", "_"), places, rows, scorer)
     trusted = None
     if levels.upper is not None:
         rows = [{"prompt": row["prompt"], "response": row["response"]} for row in
                 levels.upper.select(range(min(ranking.TRUSTED, len(levels.upper))))]
-        trusted = measured(folder, "trusted", range(len(rows)), rows, scorer)[2]
+        trusted = measure_rankings(folder, "trusted", range(len(rows)), rows, scorer)[2]
     results = {half: {} for half in HALVES}
     files = [("clean", 0.0, ()), *((name, share, kinds) for (name, share), kinds in plan.items())]
     for number, half in enumerate(HALVES):
