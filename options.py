@@ -34,7 +34,7 @@ def add_arguments(parser):
     """The arguments of both training scripts, in five groups."""
     add_data_arguments(parser.add_argument_group("data (without any: the embedded toy)"))
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="base model: hub name or local folder")
+    add("--model", help="base model: hub name, local folder or GGUF file")
     add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
     add("--lora-rank", type=int, default=16, help="(16)")
     add("--lora-alpha", type=int, default=16, help="(16)")
