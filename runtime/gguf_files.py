@@ -11,6 +11,8 @@ from pathlib import Path
 
 from utils import UserError, first_line
 
+SIZES = ("block_count", "embedding_length", "attention.head_count")
+
 
 def find(name):
     """The GGUF file that a model's name means, itself or the only one in its folder; or None.
@@ -42,10 +44,17 @@ def check(path):
     except Exception as error:  # lengths that lead nowhere raise a dozen classes
         raise UserError(f"{path}: a broken or truncated GGUF file ({first_line(error)}); copy it "
                         "again") from None
+    kind = metadata["general.architecture"]
+    # transformers takes a 7B model's sizes for those that a file leaves out
+    if absent := [key for key in SIZES if not isinstance(metadata.get(f"{kind}.{key}"), int | list)]:
+        raise UserError(f"{path}: an unsupported GGUF file (no {kind}.{absent[0]}); use the "
+                        "model's safetensors")
     if metadata.get("split.count", 1) > 1:
         raise UserError(f"{path}: one part of a GGUF model in {metadata['split.count']} files; "
                         "merge them first (llama-gguf-split --merge)")
-    scaling = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
+    if metadata[f"{kind}.block_count"] > len(tensors):
+        raise UserError(f"{path}: a broken GGUF file (more layers than tensors); copy it again")
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
     if "rope_freqs.weight" in tensors or scaling != "none":
         raise UserError(f"{path}: scales its rotary positions, which transformers does not read "
                         "from a GGUF file; use the model's safetensors")

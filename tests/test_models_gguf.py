@@ -171,10 +171,10 @@ def test_without_the_package_one_line_says_what_to_install(bad, made, monkeypatc
 
 
 def test_any_changed_byte_is_read_or_refused(made, tmp_path):
-    """60 files with a few bytes changed in the header: a model, or a `UserError`; nothing hangs."""
+    """40 files with a few bytes changed in the header: a model, or a `UserError`; nothing hangs."""
     whole, rng, read = made["file"].read_bytes(), random.Random(0), 0
     end = whole.index(b"token_embd") + 2000
-    for _ in range(60):
+    for _ in range(40):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 3))):
             data[rng.randrange(end)] = rng.choice((0, 1, 0x7F, 0xFF, rng.randrange(256)))
@@ -186,4 +186,4 @@ def test_any_changed_byte_is_read_or_refused(made, tmp_path):
             read += 1
         except UserError as error:
             assert "changed.gguf" in str(error) and "\n" not in str(error)
-    assert 0 < read < 60
+    assert 0 < read < 40
