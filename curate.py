@@ -12,8 +12,13 @@ That bounds how often a good answer would be replaced (the false-replacement rat
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
+import pyarrow.compute
+
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
+from data.layouts import conversation
+from data.sets import longest_prompt
+from data.tokens import LABELS, response_text
 from generate import generate
 from runtime.processes import rank, share_list
 from toy import corpus
@@ -29,11 +34,12 @@ QUANTILE = 0.95
 
 def end_tokens(rows, tokenizer):
     """Tokens that end an answer: EOS, and the last token of a complete row (a chat's turn end)."""
-    ends = {tokenizer.eos_token_id}
-    for position in range(min(100, len(rows))):
-        row = rows[position]
-        if row["complete"]:
-            return ends | {row["input_ids"][-1]}
+    ends, start = {tokenizer.eos_token_id}, 0
+    for part in rows.select_columns(["complete"]).with_format("arrow").iter(batch_size=10_000):
+        place = pyarrow.compute.index(part["complete"], True).as_py()
+        if place >= 0:  # one is enough: all rows have the same template
+            return ends | {rows[start + place]["input_ids"][-1]}
+        start += len(part)
     return ends
 
 
@@ -54,7 +60,7 @@ def repetitive(tokens, size=4):
 
 def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
-    longest = max(row["trained"].index(1) for row in lower)
+    longest = longest_prompt(lower)
     if longest + max_new_tokens > context:
         raise UserError(
             f"--max-new-tokens {max_new_tokens}: behind the longest prompt of {longest} tokens it "
@@ -144,7 +150,7 @@ def refine(run, positions, sampling):
                         "start again in another --out")
     refined = {}
     for i, position in enumerate(positions):
-        text = run.tokenizer.decode(new[i], skip_special_tokens=True).strip()
+        text = response_text(run.tokenizer, new[i], run.args.template)
         fine = well_formed(*written[i]) and bool(text)
         refined[position] = {
             "refined": text, "recommended": recommend(margins[i], threshold, fine),
@@ -169,7 +175,8 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
     One line a row: row_id, hash, rank, kept, prompt, response (the original), refined, recommended,
     margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
-    (lists over its G answers), refined_logp. Returns metrics for the result.
+    (lists over its G answers), refined_logp; where the source has them also bad, kind, and of a
+    conversation all messages, the original answer the last. Returns metrics for the result.
     """
     lower, weights = run.levels.lower, run.selector.weights().cpu()
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
@@ -189,8 +196,8 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
             line |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
                      "old_logps": old.tolist(),
                      "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
-        return line | refined.get(p, {}) | {name: row[name] for name in ("bad", "kind")
-                                            if name in lower.column_names}
+        return line | refined.get(p, {}) | {name: row[name] for name in LABELS if name in row} | (
+            {"messages": conversation(row)} if row.get("messages") else {})
 
     if rank() == 0:
         file = run.out / "curated.jsonl"
@@ -234,19 +241,29 @@ def truth_metrics(entries):
             "refined/broken": share([not right(e, "refined") for e in good])}
 
 
-def export(rows, path, layout):
-    """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged."""
+def export(entries, path, layout):
+    """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged.
+
+    Conversations keep their turns; prompt and completion are lists of messages, since trainers join
+    two texts without a space between them. Only alpaca has no turns: a transcript instead.
+    """
+    num_transcripts = 0
+
     def chosen():
-        for entry in rows:
+        nonlocal num_transcripts
+        for entry in entries:
             rewritten = entry["recommended"] == "refined"
             if not entry["kept"] and not rewritten:
                 continue
             response = entry["refined"] if rewritten else entry["response"]
-            prompt = entry["prompt"]
+            messages = conversation(entry, response)
+            num_transcripts += "messages" in entry
             yield {
-                "alpaca": {"instruction": prompt, "input": "", "output": response},
-                "prompt-completion": {"prompt": prompt, "completion": response},
-                "messages": {"messages": [{"role": "user", "content": prompt},
-                                          {"role": "assistant", "content": response}]}}[layout]
+                "alpaca": {"instruction": entry["prompt"], "input": "", "output": response},
+                "prompt-completion": {"prompt": messages[:-1], "completion": messages[-1:]},
+                "messages": {"messages": messages}}[layout]
 
     write_jsonl(path, chosen())
+    if num_transcripts and layout == "alpaca":
+        print(f"{path}: {num_transcripts} rows are conversations, and alpaca has no turns: their "
+              "instruction is the transcript; --export-format messages keeps the turns")

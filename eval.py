@@ -37,6 +37,8 @@ def parse_args(argv=None):
     add("--out", default="report.html", help="the page (report.html)")
     add = command("keep", "re-threshold a ranking: kept.jsonl for --keep of train_offline.py", None)
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
+    add("--by", choices=("weight", "final", "corrected"), default="weight",
+        help="rank by the weight, by the loss L under the final model, or by L - A L(theta_hat)")
     add("--out", help="file to write (kept.jsonl beside the ranking)")
     add = command("losses", "losses of every set, before and after training", None)
     add("--rows", help="a file of rows instead of the run's own sets")
@@ -79,7 +81,8 @@ def main(argv=None):
     call = {
         "compare": print_compare,
         "report": lambda args: print(report.write_report([Run(f) for f in args.runs], args.out)),
-        "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out)),
+        "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out,
+                                                        args.by)),
         "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.out, args.device),
         "ranking": lambda args: rankings.print_rankings([Run(f) for f in args.runs]),
         "qa": qa.run_qa,

@@ -70,11 +70,24 @@ def load_config(name):
     source, options = _source(name)
     try:
         config = AutoConfig.from_pretrained(source, **options)
+        sizes = config.get_text_config()
+        if not config.is_encoder_decoder:
+            without_weights(config)
+            if min(sizes.hidden_size, sizes.num_hidden_layers) < 1:
+                raise ValueError(f"{sizes.num_hidden_layers} layers of size {sizes.hidden_size}")
     except Exception as error:  # impossible sizes raise anything from TypeError to OverflowError
         raise _refused(name, "the model cannot be loaded", error) from None
     if config.is_encoder_decoder:
         raise UserError(f"{name}: an encoder-decoder model; these scripts train decoders")
     return config
+
+
+def without_weights(config):
+    """The model of a configuration on the meta device: names and shapes, no memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def context_length(config):
@@ -152,10 +165,21 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
 
     if adapter is not None:
         try:
-            model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+            with warnings.catch_warnings(action="ignore"):  # PEFT's list; ours is one line
+                model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True,
+                                                       ignore_mismatched_sizes=True)
+                # Once more: what matches nothing stays random, and only this call tells.
+                found = model.load_adapter(adapter, "default", is_trainable=True,
+                                           ignore_mismatched_sizes=True)
         except Exception as error:  # PEFT, safetensors and the hub raise a dozen classes here
             raise UserError(f"{adapter}: not a LoRA adapter for this model ({first_line(error)})") \
                 from None
+        for names, what in ((found.missing_keys, "lacks, or has in another shape,"),
+                            (found.unexpected_keys, "has, and the model has no place for,")):
+            if names:
+                raise UserError(f"{adapter}: not an adapter of this model: its weights file {what} "
+                                f"{names[0]} (one of {len(names)} tensors); give the --model that "
+                                "it was trained on, or copy it again")
     else:
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 from data.tokens import TEMPLATE
 from selector import penalty
@@ -116,7 +115,7 @@ def parse(parser, argv, presets=PRESETS):
                 raise UserError(f"--{name} is missing; give --lower, --upper and --model, or none "
                                 "of them for the embedded toy")
     for name in ("model", "adapter"):  # a run is looked at from other folders too
-        if getattr(args, name) and Path(getattr(args, name)).exists():
+        if getattr(args, name) and os.path.exists(getattr(args, name)):
             setattr(args, name, os.path.abspath(getattr(args, name)))
     return args
 
@@ -127,9 +126,9 @@ def check_values(args):
     at_least_one(args, "batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha",
                  "max_length")
     for name in ("lr", "omega_lr"):
-        if not 0 <= getattr(args, name) < math.inf:
+        if not 0 <= getattr(args, name) <= 1e30:  # float32 ends at 3e38
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a finite "
-                            "number, 0 or more")
+                            "number, 0 or more and at most 1e30")
     if not args.clip > 0:
         raise UserError(f"--clip {args.clip}: must be above 0, or nothing is trained; inf is no "
                         "clipping")
@@ -156,10 +155,11 @@ def check_seed(seed):
 
 
 def at_least_one(args, *names):
-    """`UserError` unless each of these arguments is None or 1 or more."""
+    """`UserError` unless each of these arguments is None or 1 or more (and below 2^31)."""
     for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 2**31:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more "
+                            "and below 2147483648")
 
 
 def gammas(args):

@@ -9,6 +9,7 @@ The method is in the scripts; nothing here takes a gradient. `run` is a plain na
 rows (levels: data sets; lower, upper: their tokens alone), the steps, the model and what trains it.
 """
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import monitor
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
+from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
 from selector import Selector
@@ -61,6 +63,10 @@ def plan(args):
     if not round(args.keep_fraction * run.num_rows):
         raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the {run.num_rows} "
                         "lower rows")
+    hidden = config.get_text_config().hidden_size
+    if args.adapter is None and args.lora_rank > hidden:
+        raise UserError(f"--lora-rank {args.lora_rank}: the model's hidden size is {hidden}; a "
+                        "larger rank adds nothing")
     print_plan(run)
     return run
 
@@ -95,6 +101,8 @@ def print_plan(run):
           f"{math.ceil(args.batch / count / args.micro_batch)} forwards a step "
           f"(batch {args.batch} / "
           + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
+    if args.batch > run.num_rows:
+        print(f"batch {args.batch}: a step reads at most all {run.num_rows} lower rows")
     needs = memory_and_disk(args, run.config, longest, run.num_rows)
     print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if count > 1 else ''} "
           f"({needs.parts})")
@@ -107,10 +115,7 @@ def memory_and_disk(args, config, longest, num_rows):
     longest: tokens of the longest row; num_rows: lower rows. The answers of an online run to one
     row stand for one row here, and what generation keeps is not counted.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = models.without_weights(config)
     base = sum(p.numel() for p in model.parameters())
     linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
               and m is not model.get_output_embeddings()]
@@ -147,9 +152,14 @@ def start(run, selects=True):
     args = run.args
     folder.seed_everything(args.seed)
     base = models.load_model(args.model, run.device, args.dtype, args.four_bit, on_host=args.fsdp)
+    tensors = dict(base.named_buffers()) | base.state_dict()  # of a 4-bit base its scales, too
+    run.weights = {"base_weights": folder.fingerprint(tensors)}
     model = run.model = models.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
                                         args.gradient_checkpointing)
     run.theta = [p for p in model.parameters() if p.requires_grad]
+    if args.adapter:
+        run.weights["adapter_weights"] = folder.fingerprint(
+            {name: p for name, p in model.named_parameters() if p.requires_grad})
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
     run.theta_hat = None
     if selects and args.correction:
@@ -182,18 +192,30 @@ def start(run, selects=True):
 
 
 def config_of(run):
-    """What decides a run: arguments, library versions and machine, the content of every row."""
+    """What decides a run: arguments, versions and machine, the content of rows and weights."""
     return {"args": vars(run.args),
             "environment": folder.environment(run.device, run.model.dtype),
-            "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()}}
+            "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
+            "model": run.weights}
+
+
+def before_training(run, file):
+    """The model as it was before its first step, while `file` is made, after a resume too."""
+    if run.args.adapter is None:  # a fresh adapter adds exact zeros: without it, bit for bit equal
+        return run.model.disable_adapter()
+    if run.saved is not None:
+        raise UserError(f"{file}: missing, and the adapter that the run began with has been "
+                        "trained since; restore the file or start a new run")
+    return contextlib.nullcontext()
 
 
 def base_losses(run):
     """Every lower row's loss before training; computed once and kept in the run folder."""
     file = run.out / "weights" / "base_losses.safetensors"
-    losses = processes.on_first(lambda: load_file(file)["losses"] if file.exists() else None)
+    losses = folder.read_once(file, lambda f: load_file(f)["losses"].view(run.num_rows))
     if losses is None:
-        losses, _ = row_losses(run.model, run.levels.lower, label="base losses")
+        with before_training(run, file):
+            losses, _ = row_losses(run.model, run.levels.lower, label="base losses")
         folder.write_once(file, save({"losses": losses.contiguous()}))
     return losses
 
@@ -201,9 +223,10 @@ def base_losses(run):
 def base_metrics(run):
     """{"base/KEY": held-out metric before training}; computed once and kept in the run folder."""
     file = run.out / "base.json"
-    values = processes.on_first(lambda: json.loads(file.read_text()) if file.exists() else None)
+    values = folder.read_once(file, lambda f: json.loads(f.read_text()) | {})  # | of a list raises
     if values is None:
-        values = {f"base/{key}": value for key, value in monitor.held_out_metrics(run).items()}
+        with before_training(run, file):
+            values = {f"base/{key}": value for key, value in monitor.held_out_metrics(run).items()}
         folder.write_once(file, json.dumps(values) + "\n")
     return values
 
@@ -291,7 +314,8 @@ def write_shown(run, ranks):
     order = ranks.argsort().tolist()
     rows = run.levels.lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]]))
     write_jsonl(run.out / "shown.jsonl", ({key: row[key] for key in (
-        "row_id", "hash", "prompt", "response")} for row in rows))
+        "row_id", "hash", "prompt", "response")} | (
+            {"messages": conversation(row)} if row.get("messages") else {}) for row in rows))
 
 
 def save_and_print(run, result, labels, scores):

@@ -371,9 +371,9 @@ def main(argv=None):
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
         number, since = divmod(run.step - args.first_refresh, args.k_gen)
         if since == 0 and number >= 0:
-            mask, buffer, found = refresh(run, mask, number, sampling)
-            num_answers += found.get("answers", 0)
-            metrics |= found
+            mask, buffer, refreshed = refresh(run, mask, number, sampling)
+            num_answers += refreshed.get("answers", 0)
+            metrics |= refreshed
 
         # --- sample: line 4 -----------------------------------------------------------------------
         lower_rows = batches.epoch_batch(run.num_rows, args.batch, args.seed, epoch, k)

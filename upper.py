@@ -1,7 +1,6 @@
 """The upper level: L_val of trusted rows, or of preference pairs against a frozen reference."""
 
-from runtime.folder import write_once
-from runtime.processes import on_first
+from runtime.folder import read_once, write_once
 
 # ruff: isort: split
 import torch
@@ -35,8 +34,10 @@ def reference_margins(model, sets, out):
     sets: {name: pairs}. The adapter is switched off; computed once, the run folder keeps them.
     """
     file = out / "weights" / "reference_margins.safetensors"
-    margins = on_first(lambda: load_file(file) if file.exists() else {})
-    if not margins:
+    margins = read_once(file, lambda f: {name: load_file(f)[name].view(len(pairs))
+                                         for name, pairs in sets.items()})
+    if margins is None:
+        margins = {}
         with model.disable_adapter():
             for name, pairs in sets.items():
                 chosen, rejected = pair_logps(model, pairs, f"reference, {name}")

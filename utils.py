@@ -3,6 +3,7 @@
 Nothing here knows the method, models or processes (those are in runtime/).
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -49,9 +50,24 @@ def write_parts(path, parts):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+        sync(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync(path):
+    """Have the system write a file, or the names in a folder, to the disk now."""
+    if os.name != "posix":  # Windows opens no folder and syncs nothing opened for reading
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems sync no folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def write_jsonl(path, rows):

@@ -69,7 +69,7 @@ def add_gpu(add):
     add("--upper", help="its trusted rows")
 
 
-def parse(argv):
+def parse_args(argv):
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speed and memory, "
                                      "with a peer or a floor beside every figure.")
     commands = parser.add_subparsers(dest="benchmark", required=True)
@@ -108,7 +108,7 @@ def check(args):
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = parse_args(argv)
     check(args)
     args.words = " ".join(  # saved for others, to whom this machine's folders say nothing
         Path(word).name if Path(word).is_absolute() else word

@@ -22,7 +22,7 @@ import ranking
 import session
 import train_offline
 import utils
-from benchmarks.measure import finish, mebibytes, memory, ratio, shown, spread
+from benchmarks.measure import mebibytes, memory, ratio, shown, spread, store_and_print
 from data import sets
 from selector import Selector
 from toy import base, corpus
@@ -137,7 +137,7 @@ def bench_data(args):
                      mebibytes(entry["anonymous_bytes_tokenising"]),
                      mebibytes(entry["anonymous_bytes"]), mebibytes(entry["resident_bytes"]),
                      mebibytes(entry["cache_bytes"])])
-    finish(args, torch.device("cpu"), {"rounds": args.rounds}, results,
+    store_and_print(args, torch.device("cpu"), {"rounds": args.rounds}, results,
            ["rows", "tokenise s", "rows/s", "start s", "ranking s", "anon. MiB first", "anon. MiB",
             "resident MiB", "cache MiB"], rows)
 

@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 import generate
-from benchmarks.measure import finish, measure, ratio, shown, spread
+from benchmarks.measure import ratio, shown, spread, store_and_print, time_variants
 from benchmarks.shapes import load
 from runtime import processes
 
@@ -32,7 +32,7 @@ def prompts_of(rows):
     return [row["input_ids"][:row["trained"].index(1)] for row in rows]
 
 
-def answer(model, prompts, max_new_tokens, batch_size, sort=True, **options):
+def answer_in_order(model, prompts, max_new_tokens, batch_size, sort=True, **options):
     """An answer to every prompt by `generate`, [(tokens, complete)]; `sort=False`: as they come."""
     end = model.get_input_embeddings().num_embeddings - 1
     # In batches of its own the order given is the order kept: nothing is sorted.
@@ -44,10 +44,10 @@ def answer(model, prompts, max_new_tokens, batch_size, sort=True, **options):
         **options)]
 
 
-def variants_of(model, prompts, max_new_tokens, full):
+def generation_variants(model, prompts, max_new_tokens, full):
     """{name: callable that returns the answers}. full: answers at a time."""
     def call(batch_size, **options):
-        return lambda: answer(model, prompts, max_new_tokens, batch_size, **options)
+        return lambda: answer_in_order(model, prompts, max_new_tokens, batch_size, **options)
 
     def not_folded():
         with unfolded():
@@ -61,10 +61,10 @@ def variants_of(model, prompts, max_new_tokens, full):
     return variants
 
 
-def compare(variants, rounds, device):
+def compare_answers(variants, rounds, device):
     """{variant: seconds, tokens/s, share of answers equal to the first variant's}."""
     answers = {}
-    seconds = measure({name: lambda _, name=name, call=call: answers.update({name: call()})
+    seconds = time_variants({name: lambda _, name=name, call=call: answers.update({name: call()})
                        for name, call in variants.items()}, rounds, device, "generate")
     first, results = next(iter(variants)), {}
     for name, made in answers.items():
@@ -82,11 +82,11 @@ def bench_generate(args):
     model, rows, _ = load(args, device, args.prompts)
     used_adapter(model)
     prompts = prompts_of(rows)
-    results = compare(variants_of(model, prompts, args.max_new_tokens, args.generation_batch),
-                      args.rounds, device)
+    variants = generation_variants(model, prompts, args.max_new_tokens, args.generation_batch)
+    results = compare_answers(variants, args.rounds, device)
     rows = [[name, shown(entry["tokens_per_second"]), shown(entry["ratio_to_as_it_is"]),
              f"{round(entry['equal_answers'] * len(prompts))}/{len(prompts)}"]
             for name, entry in results.items()]
-    finish(args, device, {"prompts": len(prompts), "new tokens": args.max_new_tokens,
+    store_and_print(args, device, {"prompts": len(prompts), "new tokens": args.max_new_tokens,
                           "batch": args.generation_batch, "rounds": args.rounds}, results,
            ["variant", "tokens/s", "time of the first", "answers equal"], rows)

@@ -33,7 +33,7 @@ def child(step, record, settings):
     os.setpgrp()  # what the step starts is killed with it
     from benchmarks import gpu_steps
 
-    found = gpu_steps.environment(settings)
+    found = gpu_steps.machine_of(settings)
     before = record.content.get("hardware", found["hardware"])
     if before != found["hardware"]:
         sys.exit(f"{record.path}: measured on {before}, this is {found['hardware']}; choose "

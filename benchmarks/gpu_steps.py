@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import generation, logprob, step, table2
 from benchmarks.gpu_record import NotMeasured, Record
-from benchmarks.measure import hardware, measure
+from benchmarks.measure import hardware, time_variants
 from benchmarks.shapes import load_shape
 from toy import corpus
 
@@ -41,7 +41,7 @@ def settings_of(args):
                            **(TINY if args.rehearse else FULL))
 
 
-def environment(settings):
+def machine_of(settings):
     """What a record says about where it was made."""
     import transformers
 
@@ -104,7 +104,7 @@ def not_measured(reason):
 
 def log_probs_of(settings, sizes, peers):
     torch.cuda.empty_cache()
-    return {"variants": logprob.compare(sizes, torch.device(settings.device), settings.rounds,
+    return {"variants": logprob.compare_heads(sizes, torch.device(settings.device), settings.rounds,
                                         bool(peers))}
 
 
@@ -130,7 +130,7 @@ def steps_of(settings, shape, checkpointing, four_bit=False):
     model, lower, upper = load_shape(shape, device, count, settings.lower_tokens,
                                      settings.upper_tokens, checkpointing, four_bit)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else None
-    results, tokens, rate = step.compare(
+    results, tokens, rate = step.compare_steps(
         model, lower, upper, step.batches_of(count, settings.batch), settings.micro_batch,
         settings.step_rounds, device, GROUPS)
     return {"variants": results, "held_bytes": held, "tokens_a_step": tokens,
@@ -139,7 +139,7 @@ def steps_of(settings, shape, checkpointing, four_bit=False):
 
 # --- generation -----------------------------------------------------------------------------------
 
-def generate(record, settings):
+def answering(record, settings):
     """Seconds an answer of full length: random weights never end one."""
     for name, static in reversed(CACHES.items()):
         for shape in settings.shapes:
@@ -155,10 +155,10 @@ def answers_of(settings, shape, static):
     prompts, made = generation.prompts_of(rows), []
 
     def run(_):
-        made[:] = generation.answer(model, prompts, settings.new_tokens, settings.prompts,
+        made[:] = generation.answer_in_order(model, prompts, settings.new_tokens, settings.prompts,
                                     static_cache=static)
 
-    seconds = measure({"answers": run}, 1, device, f"answers, {shape}")["answers"][0]
+    seconds = time_variants({"answers": run}, 1, device, f"answers, {shape}")["answers"][0]
     tokens = sum(len(answer) for answer, _ in made)
     return {"seconds": seconds, "answers": len(made), "tokens": tokens,
             "tokens_per_second": tokens / seconds, "seconds_per_answer": seconds / len(made)}
@@ -169,10 +169,10 @@ def answers_of(settings, shape, static):
 def runtime(record, settings):
     """From the steps and answers of the files beside this one: nothing is measured here."""
     for shape in settings.shapes:
-        record.part(shape, lambda shape=shape: hours_of(settings, shape))
+        record.part(shape, lambda shape=shape: published_hours(settings, shape))
 
 
-def hours_of(settings, shape):
+def published_hours(settings, shape):
     def parts(name):
         return Record(settings.folder, name, settings.rehearse).content["parts"]
 
@@ -239,5 +239,5 @@ def table1_of(settings, method):
                        if isinstance(value, (int, float, str))}}
 
 
-STEPS = {"tests": tests, "logprob": log_probs, "steps": steps, "generation": generate,
+STEPS = {"tests": tests, "logprob": log_probs, "steps": steps, "generation": answering,
          "table2": runtime, "text": text}

@@ -15,14 +15,14 @@ import torch
 
 import logprobs
 from benchmarks.measure import (
-    finish,
-    measure,
     mebibytes,
     milliseconds,
     peak_memory,
     ratio,
     shown,
     spread,
+    store_and_print,
+    time_variants,
 )
 from runtime import processes
 
@@ -216,14 +216,14 @@ def first_calls(problem, variants, scoring):
     return results
 
 
-def compare(sizes, device, rounds, peers=True):
+def compare_heads(sizes, device, rounds, peers=True):
     """{variant: times, ratios, errors, peak memory} at sizes (T, d, V)."""
     problem = Problem(*sizes, device)
     scoring = scoring_variants(problem, peers)
     variants = gradient_variants(problem, peers) | scoring
     results = first_calls(problem, variants, scoring)
     variants |= floors(problem)
-    seconds = measure(variants, rounds, device, "logprob")
+    seconds = time_variants(variants, rounds, device, "logprob")
     for name in variants:
         floor = name if name.startswith("floor") else (
             f"floor: {'one product' if name in scoring else 'two products'}")
@@ -238,7 +238,7 @@ def compare(sizes, device, rounds, peers=True):
 def bench_logprob(args):
     device = processes.pick_device(args.device)
     sizes = args.sizes or ((16384, 4096, 128256) if device.type == "cuda" else (512, 256, 32000))
-    results = compare(sizes, device, args.rounds)
+    results = compare_heads(sizes, device, args.rounds)
     rows = []
     for name, entry in results.items():
         if "failed" in entry:
@@ -249,6 +249,6 @@ def bench_logprob(args):
                      mebibytes(entry.get("peak_bytes")), error and f"{error:.1e}"])
     length, width, vocabulary = sizes
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    finish(args, device, {"T": length, "d": width, "V": vocabulary, "dtype": dtype,
+    store_and_print(args, device, {"T": length, "d": width, "V": vocabulary, "dtype": dtype,
                           "rounds": args.rounds}, results,
            ["variant", "ms (min-max)", "of the floor", "peak MiB", "gradient error"], rows)

@@ -24,7 +24,7 @@ def synchronize(device):
         torch.cuda.synchronize(device)
 
 
-def measure(variants, rounds, device, label):
+def time_variants(variants, rounds, device, label):
     """Seconds of every variant in every round, {name: [seconds]}; a first, untimed call each.
 
     variants: {name: callable of the round's number}.
@@ -88,7 +88,7 @@ def product_rate(device, dtype, rounds=5):
     """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    seconds = measure({"mm": lambda _: a @ b}, rounds, device, "product rate")["mm"]
+    seconds = time_variants({"mm": lambda _: a @ b}, rounds, device, "product rate")["mm"]
     return 2 * size**3 / spread(seconds)["median"]
 
 
@@ -99,7 +99,7 @@ def hardware(device):
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def finish(args, device, settings, results, header, rows):
+def store_and_print(args, device, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
     print(f"{args.benchmark} on {hardware(device)}, torch {torch.__version__}, "
           + ", ".join(f"{key} {value}" for key, value in settings.items()))

@@ -6,12 +6,12 @@ more, which is the floor.
 
 import torch
 
-from benchmarks.measure import finish, measure, milliseconds, ratio, shown, spread
+from benchmarks.measure import milliseconds, ratio, shown, spread, store_and_print, time_variants
 from runtime import processes
 from selector import Selector
 
 
-def variants_of(num_rows, optimizer, device):
+def selector_variants(num_rows, optimizer, device):
     """{name: callable}: the selector's step on 32 rows, its optimiser alone, the floor."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, num_rows, (32,), generator=generator)
@@ -39,8 +39,8 @@ def bench_selector(args):
     results, rows = {}, []
     for num_rows in args.sizes or (10**4, 10**5, 10**6, 10**7, 10**8):
         for optimizer in ("adam", "sgd"):
-            seconds = measure(variants_of(num_rows, optimizer, device), args.rounds, device,
-                              f"selector, {num_rows} rows")
+            seconds = time_variants(selector_variants(num_rows, optimizer, device), args.rounds,
+                                    device, f"selector, {num_rows} rows")
             spreads = {name: spread(values) for name, values in seconds.items()}
             entry = results[f"{num_rows} {optimizer}"] = {
                 "seconds": spreads,
@@ -49,5 +49,5 @@ def bench_selector(args):
             rows.append([f"{num_rows} {optimizer}", milliseconds(spreads["step"]),
                          milliseconds(spreads["floor"]), shown(entry["ratio_to_floor"]),
                          milliseconds(spreads["optimizer"]), shown(entry["ratio_to_optimizer"])])
-    finish(args, device, {"rows a step": 32, "rounds": args.rounds}, results,
+    store_and_print(args, device, {"rows a step": 32, "rounds": args.rounds}, results,
            ["N", "step, ms", "exp + optimiser, ms", "ratio", "optimiser alone, ms", "ratio"], rows)

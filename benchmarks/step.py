@@ -17,14 +17,14 @@ import train_offline
 import train_online
 from batches import row_losses
 from benchmarks.measure import (
-    finish,
-    measure,
     mebibytes,
     peak_memory,
     product_rate,
     ratio,
     shown,
     spread,
+    store_and_print,
+    time_variants,
 )
 from benchmarks.shapes import load
 from bmo_weights import MAX_LOG_RATIO
@@ -226,10 +226,10 @@ def measured_steps(model, variants, rounds, device):
             torch.cuda.empty_cache()
     timed = {name: lambda turn, name=name, call=call: losses[name].append(call(turn))
              for name, call in variants.items()}
-    return peaks, losses, measure(timed, rounds, device, "step")
+    return peaks, losses, time_variants(timed, rounds, device, "step")
 
 
-def compare(model, lower, upper, batches, micro_batch, rounds, device, groups=(1,)):
+def compare_steps(model, lower, upper, batches, micro_batch, rounds, device, groups=(1,)):
     """({variant: its figures}, tokens of each round, product rate in FLOP/s) of one model."""
     variants = step_variants(model, lower, upper, batches, micro_batch, groups)
     peaks, losses, seconds = measured_steps(model, variants, rounds, device)
@@ -283,7 +283,7 @@ def bench_step(args):
     batch = args.batch or (32 if device.type == "cuda" else 8)
     count = batch * args.rounds
     model, lower, upper = load(args, device, count)
-    results, tokens, rate = compare(model, lower, upper, batches_of(count, batch),
+    results, tokens, rate = compare_steps(model, lower, upper, batches_of(count, batch),
                                     args.micro_batch, args.rounds, device)
     settings = {"rows of each level": batch, "micro batch": args.micro_batch,
                 "V": model.get_base_model().config.vocab_size, "parameters": sum(
@@ -291,7 +291,7 @@ def bench_step(args):
                 "tokens a step": round(spread(tokens)["median"]), "rounds": args.rounds}
     rows = [[name, "failed: " + entry["failed"][:40]] + 5 * [None] if "failed" in entry else
             table_row(name, entry) for name, entry in results.items()]
-    finish(args, device, settings, results,
+    store_and_print(args, device, settings, results,
            ["step", "tokens/s", "of plain SFT", "floor", "padded takes", "peak MiB", "loss diff."],
            rows)
     print(f"plain SFT runs at {results['plain SFT']['product_share']:.0%} of the rate of a large "

@@ -4,7 +4,7 @@ import math
 
 import generate
 from benchmarks.generation import prompts_of
-from benchmarks.measure import finish, measure, spread
+from benchmarks.measure import spread, store_and_print, time_variants
 from benchmarks.shapes import SHAPES, load_shape
 from benchmarks.step import step_variants
 from runtime import processes
@@ -49,9 +49,9 @@ def extrapolate(args, device, shape):
                                      args.gradient_checkpointing)
     batches = [list(range(i, i + batch)) for i in range(0, count, batch)]
     variants = step_variants(model, lower, upper, batches, args.micro_batch)
-    seconds = measure({key: variants[name] for key, name in MEASURED.items()}, args.rounds, device,
-                      f"steps, {shape}")
-    answering = measure({"answers": lambda _: generate.generate(
+    seconds = time_variants({key: variants[name] for key, name in MEASURED.items()}, args.rounds,
+                            device, f"steps, {shape}")
+    answering = time_variants({"answers": lambda _: generate.generate(
         model, prompts_of(lower), [str(i) for i in range(count)],
         max_new_tokens=args.max_new_tokens, temperature=0.8, end_ids=[0],
         batch_size=args.generation_batch)}, 1, device, f"answers, {shape}")["answers"][0]
@@ -89,7 +89,7 @@ def bench_table2(args):
         print("no CUDA device: the published hours stand alone; a CPU's step says nothing about "
               "them")
     results, rows = beside_published(measured)
-    finish(args, device, {"lower tokens a row": args.lower_tokens, "upper tokens a row":
+    store_and_print(args, device, {"lower tokens a row": args.lower_tokens, "upper tokens a row":
                           args.upper_tokens, **PUBLISHED_RUN}, results,
            ["hours", "Pythia-1b, published", "extrapolated here", "Llama-8b, published",
             "extrapolated here"], rows)

@@ -1,8 +1,12 @@
 """What a row says, whatever its columns are called: layouts -> messages.
 
-A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}.
+A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}, and "lost" when it
+holds something that is not text: "tool_call" or "image_or_other_part". Such a row is dropped: an
+answer about an image that the model never sees, or behind a call that it never makes, teaches it to
+make things up.
 """
 
+import json
 import re
 
 from utils import UserError
@@ -19,27 +23,35 @@ LAYOUTS = {  # the first whose columns are all there wins
 }
 COLUMNS = sorted({column for needed in LAYOUTS.values() for column in needed}
                  | {"input", "system_prompt", "bad", "kind"})
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns beside a conversation
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
-         "bot": "assistant", "tool": "tool", "function": "tool", "observation": "tool"}
-
+         "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
+         "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool"}
+CALLS = ("tool_calls", "function_call", "tool_call", "tool_use")  # keys, roles and types of parts
 
 
 def parse_columns(columns):
     """`"prompt=question,response=answer"` or a dict -> a dict from our name to the source's."""
     if not columns:
         return {}
-    if isinstance(columns, str):
-        pairs = [pair.partition("=") for pair in columns.split(",")]
-        if not all(ours.strip() and theirs.strip() for ours, _, theirs in pairs):
-            raise UserError(f"--lower-columns or --upper-columns {columns}: write name=column "
-                            "pairs separated by commas, such as prompt=question,response=answer")
-        columns = {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+    flags = "--lower-columns or --upper-columns"
+    if isinstance(columns, dict):
+        pairs = list(columns.items())
+    else:
+        pairs = [tuple(map(str.strip, pair.split("=", 1))) for pair in columns.split(",")]
+        if not all(len(pair) == 2 and all(pair) for pair in pairs):
+            raise UserError(f"{flags} {columns}: write name=column pairs separated by commas, such "
+                            "as prompt=question,response=answer")
+    for names in zip(*pairs, strict=True):
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{flags}: {doubled[0]!r} stands there twice on one side of the =; "
+                            "every column has one meaning")
+    columns = dict(pairs)
     unknown = [ours for ours in columns if ours not in COLUMNS]
     if unknown:
-        raise UserError(f"--lower-columns or --upper-columns: unknown name {unknown[0]!r}; known: "
-                        + ", ".join(COLUMNS))
-    return dict(columns)
+        raise UserError(f"{flags}: unknown name {unknown[0]!r}; known: " + ", ".join(COLUMNS))
+    return columns
 
 
 def find_layout(columns, place):
@@ -118,10 +130,17 @@ def _messages(value, place):
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
         content = message.get("content", message.get("value"))
+        kinds = set()
         if isinstance(content, list):  # parts; only text can be trained on
+            kinds = {str(part.get("type") or ("text" if "text" in part else "other"))
+                     for part in content if isinstance(part, dict)}
             content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
                               for part in content)
         messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
+        if role in CALLS or not kinds.isdisjoint(CALLS) or any(message.get(key) for key in CALLS):
+            messages[-1]["lost"] = "tool_call"
+        elif not kinds <= {"text", "input_text", "output_text"}:
+            messages[-1]["lost"] = "image_or_other_part"
     return messages
 
 
@@ -150,12 +169,26 @@ def clean_messages(messages, end_markers):
                 marker = next(m for m in end_markers if bare.endswith(m))
                 content = bare.removesuffix(marker).rstrip()
         if cleaned and cleaned[-1]["role"] == role:
-            cleaned[-1]["content"] += "\n" + content
+            cleaned[-1] |= message | {"content": cleaned[-1]["content"] + "\n" + content}
         else:
-            cleaned.append({"role": role, "content": content})
+            cleaned.append(message | {"content": content})
     while cleaned and cleaned[-1]["role"] != "assistant":
         cleaned.pop()
     return cleaned
+
+
+def why_unusable(messages, row):
+    """Why cleaned messages hold nothing to train on; None when they do. row: all its columns."""
+    if not messages:
+        return "no_assistant_turn"
+    lost = [message["lost"] for message in messages if "lost" in message]
+    if lost or any(row.get(column) for column in MEDIA):
+        return "tool_call" if "tool_call" in lost else "image_or_other_part"
+    if not messages[-1]["content"].strip():
+        return "empty_response"
+    if not any(message["content"].strip() for message in messages[:-1]):
+        return "empty_prompt"
+    return None
 
 
 def transcript(messages):
@@ -163,3 +196,12 @@ def transcript(messages):
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages)
+
+
+def conversation(row, answer=None):
+    """The messages of a tokenised row or a line of curated.jsonl, ending with `answer` if given."""
+    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},
+                                       {"role": "assistant", "content": row["response"]}]
+    if isinstance(messages, str):
+        messages = json.loads(messages)
+    return messages if answer is None else [*messages[:-1], messages[-1] | {"content": answer}]

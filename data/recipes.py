@@ -11,7 +11,6 @@ drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped lat
 """
 
 import glob
-import gzip
 import itertools
 import json
 import random
@@ -20,7 +19,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sources import read_part
+from data.cache import file_hash
+from data.sources import path_exists, read_part
 from utils import UserError, content_hash, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
@@ -153,11 +153,7 @@ class Source:
         return self.count
 
     def __iter__(self):
-        for file in self.files:
-            if file.suffix == ".gz":
-                yield from read_gzip(file)
-            else:
-                yield from (row for _, row in read_part(file, str(file)))
+        return (row for file in self.files for _, row in read_part(file, file))
 
 
 class Picked:
@@ -177,17 +173,6 @@ class Picked:
                 except (KeyError, TypeError, AttributeError) as error:
                     raise UserError(f"{self.rows.files[0]} row {number}: not a row of this data "
                                     f"set ({type(error).__name__}: {error})") from None
-
-
-def read_gzip(file):
-    """Rows of a compressed file: one list of objects, or an object a line."""
-    try:
-        with gzip.open(file, "rt", encoding="utf-8") as text:
-            content = text.read()
-        return json.loads(content) if content.lstrip().startswith("[") else [
-            json.loads(line) for line in content.split("\n") if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{file}: not a valid jsonl.gz file ({error})") from None
 
 
 # --- finding and building -------------------------------------------------------------------------
@@ -220,13 +205,12 @@ def resolve(source, cache_dir=".cache"):
     An existing file or folder of that name comes first. Built once for the same source files.
     """
     name, _, folder = str(source).partition(":")
-    if name not in RECIPES or Path(source).exists():
+    if name not in RECIPES or path_exists(source):
         return source
     recipe, *sources = RECIPES[name]
     files = [source_files(hub, pattern, folder) for hub, pattern in sources]
     stamp = content_hash(Path(__file__).read_text(), *(
-        f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}"
-        for group in files for file in group))
+        file_hash(file) for group in files for file in group))
     target = Path(cache_dir) / "recipes" / f"{name}-{stamp}.jsonl"
     if target.exists():
         return target

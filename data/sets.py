@@ -156,18 +156,36 @@ def prompt_overlap(a, b):
         pyarrow.compute.is_in(part["prompt_hash"], value_set=other))["row_id"].to_pylist()]
 
 
+def sequence_lengths(rows):
+    """Tokens of every sequence, (1, n) int64, of pairs (2, n); no token list becomes Python's."""
+    names = [name for name in rows.column_names if name.endswith("input_ids")]
+    parts = [torch.zeros(len(names), 0, dtype=torch.int64)]
+    for table in rows.select_columns(names).with_format("arrow").iter(batch_size=10_000):
+        counts = [pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names]
+        parts.append(torch.stack([torch.from_numpy(c.astype("int64")) for c in counts]))
+    return torch.cat(parts, dim=1)
+
+
 def row_lengths(rows):
-    """Tokens of every row, as an int64 tensor, without turning token lists into Python objects."""
-    lengths = [torch.zeros(0, dtype=torch.int64)]
-    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000):
-        counts = pyarrow.compute.list_value_length(table["input_ids"])
-        lengths.append(torch.from_numpy(counts.to_numpy().astype("int64")))
-    return torch.cat(lengths)
+    """Tokens of every row, (n,) int64; of a pair those of both sides."""
+    return sequence_lengths(rows).sum(dim=0)
+
+
+def longest_prompt(rows):
+    """Tokens before the first trained one, the most of any row; no token list becomes Python's."""
+    longest = 0
+    for table in rows.select_columns(["trained"]).with_format("arrow").iter(batch_size=10_000):
+        column = table["trained"].combine_chunks()
+        counts = pyarrow.compute.list_value_length(column).to_numpy()
+        starts = counts.cumsum() - counts
+        trained = column.flatten().to_numpy().nonzero()[0]
+        longest = max(longest, int((trained[trained.searchsorted(starts)] - starts).max()))
+    return longest
 
 
 def check_lengths(rows, context_length, name):
-    """`UserError` when a row is longer than the model's context."""
-    lengths = row_lengths(rows)
+    """`UserError` when a row, or either side of a pair, is longer than the model's context."""
+    lengths = sequence_lengths(rows).amax(dim=0)
     if len(lengths) and (longest := int(lengths.max())) > context_length:
         position = int((lengths > context_length).nonzero()[0])
         raise UserError(

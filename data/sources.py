@@ -3,9 +3,12 @@
 A split is written behind the source: `owner/name:config@test`, `folder@validation`.
 """
 
+import codecs
 import csv
+import gzip
 import json
 import re
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +22,7 @@ BATCH = 1000  # rows of a parquet file read at a time
 def find_parts(source):
     """The parts of a source in order: paths of data files, or one `datasets.Dataset`."""
     split = None
-    if not Path(source).exists() and "@" in str(source).rpartition("/")[2]:
+    if not path_exists(source) and "@" in str(source).rpartition("/")[2]:
         source, _, split = str(source).rpartition("@")
     path = Path(source)
     if path.is_file():
@@ -30,11 +33,22 @@ def find_parts(source):
         return [path]
     if path.is_dir():
         return _folder_parts(path, split)
+    if path_exists(path):
+        raise UserError(f"{source}: a pipe or a device; its rows are read more than once, so write "
+                        "them into a file")
     if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)) and path.suffix not in SUFFIXES \
             and not str(source).startswith("."):
         return [_load_hub(str(source), split or "train")]
     raise UserError(f"{source}: no such file or folder (a hub data set reads owner/name, "
                     "owner/name:config or owner/name:config@split)")
+
+
+def path_exists(path):
+    """Whether there is such a file or folder; `UserError` for a name that no file can have."""
+    try:
+        return Path(path).exists()
+    except OSError as error:
+        raise UserError(f"{str(path)[:80]}: {error.strerror}") from None
 
 
 def _folder_parts(folder, split):
@@ -83,39 +97,63 @@ def _load_hub(source, split):
 
 def read_part(part, source):
     """Yield (place, row) for each row of a part; the place is for messages."""
-    if not isinstance(part, Path):
+    number = -1
+    try:
+        if isinstance(part, Path):
+            yield from {".parquet": _read_parquet, ".csv": _read_csv}.get(
+                part.suffix, _read_json)(part)
+            return
         for number, row in enumerate(part):
             yield f"{source} row {number}", row
-        return
-    reader = {".parquet": _read_parquet, ".csv": _read_csv}.get(part.suffix, _read_json)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{part}: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} row {number + 1}: not valid UTF-8 ({error})") from None
+
+
+def _one_value_a_key(pairs):
+    """A JSON object; Python's own keeps the last of two values without a word."""
+    if len(row := dict(pairs)) < len(pairs):
+        (key, _), = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f'two values for the key "{key}"')
+    return row
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_one_value_a_key).decode
+
+
+def parse_json(content, place):
+    """The value of JSON bytes. Half a surrogate pair passes: `layouts.text_of` replaces it."""
     try:
-        yield from reader(part)
-    except OSError as error:
-        raise UserError(f"{part}: {error.strerror or first_line(error)}") from None
+        return _decode(content.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not valid JSON ({error})") from None
+
+
+def _check_text(file, path):
+    """Move behind a mark of UTF-8; `UserError` for what is not UTF-8 from its first bytes on."""
+    head = file.read(4)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise UserError(f"{path}: written in UTF-16, or no text at all; save it as UTF-8")
+    file.seek(3 if head.startswith(codecs.BOM_UTF8) else 0)
 
 
 def _read_json(path):
-    with open(path, "rb") as file:
-        # A .json file is a list of objects, or one object a line like .jsonl.
-        if path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
-            file.seek(0)
-            try:
-                rows = json.loads(file.read())
-            except ValueError as error:
-                raise UserError(f"{path}: not valid JSON ({error})") from None
-            for number, row in enumerate(rows):
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        _check_text(file, path)
+        start = file.tell()
+        # Unless called .jsonl, a file is a list of objects, or one object a line.
+        if path.suffix != ".jsonl" and file.read(4096).lstrip()[:1] == b"[":
+            file.seek(start)
+            for number, row in enumerate(parse_json(file.read(), path)):
                 yield f"{path} element {number}", row
             return
-        file.seek(0)
+        file.seek(start)
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{place}: not valid JSON ({error})") from None
-            yield place, row
+            if line.strip():
+                place = f"{path} line {number}"
+                yield place, parse_json(line, place)
 
 
 def _check_header(path, names):
@@ -128,7 +166,8 @@ def _check_header(path, names):
 def _read_csv(path):
     # Python's reader keeps every cell a string: an answer "007" must not become the number 7.
     csv.field_size_limit(2**31 - 1)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8", newline="") as file:
+        _check_text(file.buffer, path)
         reader = csv.DictReader(file, strict=True)
         try:
             _check_header(path, reader.fieldnames or ())
@@ -152,5 +191,8 @@ def _read_parquet(path):
             for row in batch.to_pylist():
                 yield f"{path} row {number}", row
                 number += 1
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: among the {BATCH} rows from row {number}: not valid UTF-8 "
+                        f"({error})") from None
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not a valid parquet file ({first_line(error)})") from None

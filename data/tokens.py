@@ -21,14 +21,13 @@ hits the right rows whatever was dropped before. Choices the paper leaves open, 
 
 import itertools
 import json
-import os
 import random
 import re
-import shutil
-import tempfile
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
+from data.cache import file_hash, open_or_make
 from data.layouts import (
     clean_messages,
     find_layout,
@@ -36,15 +35,17 @@ from data.layouts import (
     row_messages,
     text_of,
     transcript,
+    why_unusable,
 )
 from data.sources import find_parts, read_part
-from utils import UserError, content_hash, first_line, write_atomic
+from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 2  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 3  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
-# Stands in for special-token string number {}. Text never holds half a surrogate pair, see `_text`.
+LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
+# Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
 MARK = "\ud800{}\udfff"
 CHAT_DATE = "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
 
@@ -136,9 +137,13 @@ def make_encoder(tokenizer):
     marks = re.compile(MARK.format(r"(\d+)"))
 
     def call(texts, literal):
-        return tokenizer(texts, add_special_tokens=False, split_special_tokens=literal,
-                         return_attention_mask=False, return_token_type_ids=False,
-                         verbose=False)["input_ids"] if texts else []
+        try:
+            return tokenizer(texts, add_special_tokens=False, split_special_tokens=literal,
+                             return_attention_mask=False, return_token_type_ids=False,
+                             verbose=False)["input_ids"] if texts else []
+        except Exception as error:  # the tokenizer's own classes, or plain Exception
+            raise UserError("the tokenizer cannot encode some text, such as a character that it "
+                            f"has no token for ({first_line(error)})") from None
 
     newline, alone, behind = call(["\n", "a", "\na"], False)
     spaced = behind[:len(newline)] == newline and behind[len(newline):] != alone
@@ -188,10 +193,11 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     side        "chosen" or "rejected": the response of preference pairs (join them on row_id)
     max_length  tokens of prompt plus response: longer responses are cut and get no EOS, prompts of
                 so many tokens or more are dropped
-    limit       a seeded random subset of so many rows of the source
+    limit       a seeded random subset of so many rows of the source, held in memory meanwhile
 
     Columns: row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries loss),
-    complete (not cut), and bad, kind where the source has them.
+    complete (not cut), and where the source has them: bad, kind, and messages (JSON text, see
+    `layouts.conversation`; null for a row of one question and one answer).
     """
     name = name or str(source)
     if not str(source).strip():
@@ -209,89 +215,66 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     columns, parts = parse_columns(columns), find_parts(source)
     chat = getattr(tokenizer, "chat_template", None) if template is None else None
     template = None if chat else split_template(template or TEMPLATE)
-    files = [file for part in parts for file in (
-        [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
+    stamp = _source_stamp(parts)
     fingerprint = content_hash(json.dumps([
-        FORMAT, [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-                 for file in files], [getattr(part, "_fingerprint", "") for part in parts],
+        FORMAT, [(file.suffix, file_hash(file)) for file, *_ in stamp],
+        [getattr(part, "_fingerprint", "") for part in parts],
         columns, chat, template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id,
         tokenizer.bos_token_id, turns, side, max_length, limit, limit and seed]))
-    folder = Path(cache_dir) / fingerprint
-    if _open_cache(folder) is None:
-        Path(cache_dir).mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".partial-{fingerprint}-", dir=cache_dir))
-        try:
-            report = _build(
-                lambda: ((place, row) for part in parts for place, row in read_part(part, source)),
-                partial / "rows.arrow", tokenizer, name=name, columns=columns, template=template,
-                turns=turns, side=side, max_length=max_length, limit=limit,
-                seed=seed)
-            write_atomic(partial / "report.json", json.dumps(report))
-            if _open_cache(folder) is None:  # else another process was faster, with the same rows
-                shutil.rmtree(folder, ignore_errors=True)
-                os.rename(partial, folder)
-        except OSError:
-            if _open_cache(folder) is None:
-                raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    rows, report = _open_cache(folder)
+
+    def build(path):
+        report = _build((row for part in parts for row in read_part(part, source)), path, tokenizer,
+                        name=name, columns=columns, template=template, turns=turns, side=side,
+                        max_length=max_length, limit=limit, seed=seed)
+        if _source_stamp(parts) != stamp:
+            raise UserError(f"{source}: has changed while it was read; start again")
+        return report
+
+    rows, report = open_or_make(Path(cache_dir) / fingerprint, build)
     return rows, {"source": str(source), "name": name, **report, "fingerprint": fingerprint}
 
 
-def _open_cache(folder):
-    """(rows, report) of a finished cache folder, or None when it is missing or damaged."""
-    import datasets
-
-    try:
-        report = json.loads((folder / "report.json").read_text())
-        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    except Exception:  # damaged or half there in any way: tokenised again
-        return None
-    return (rows, report) if len(rows) == report["rows_kept"] else None
+def _source_stamp(parts):
+    """(path, bytes, time of the last change) of every file that the rows come from."""
+    files = [file for part in parts for file in (
+        [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
+    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _build(read, path, tokenizer, *, name, columns, template, turns, side, max_length, limit,
-           seed):
-    """Read, render, tokenise and write in batches; nothing is held in memory as a whole."""
+def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_length, limit, seed):
+    """Read, render, tokenise and write in batches, in one pass over the source.
+
+    Without `limit` nothing is held in memory as a whole.
+    """
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
     from tqdm import tqdm
 
-    # One pass to count and to find labels, which may start at a late row: for the time left, for
-    # the subset, and so that a broken line at the end of a large file is found before the hours of
-    # work and not after.
-    total, labels, found = 0, {extra: columns.get(extra, extra) for extra in ("bad", "kind")}, set()
-    for _, row in tqdm(read(), desc=f"reading {name}", delay=3, leave=False):
-        total += 1
-        if isinstance(row, dict):
-            found.update(extra for extra, column in labels.items() if column in row)
-    if not total:
-        raise UserError(f"{name}: the source holds no rows")
-    extras = sorted(found)  # a row without its own label is a good one of no kind
     schema = {"row_id": Value("int64"), "hash": Value("string"), "prompt_hash": Value("string"),
               "prompt": Value("string"), "response": Value("string"),
               "input_ids": List(Value("int32")), "trained": List(Value("int8")),
-              "complete": Value("bool")} | {
-                  extra: Value("bool" if extra == "bad" else "string") for extra in extras}
-    # A generator of its own: the subset depends on the seed and on nothing that ran before.
-    wanted = range(total)
-    if limit and limit < total:
-        wanted = set(random.Random(seed).sample(wanted, limit))
-    report = {"layout": None, "rows_in_source": total, "rows_read": len(wanted), "rows_kept": 0,
+              "complete": Value("bool")}
+    extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
+    report = {"layout": None, "rows_in_source": 0, "rows_read": 0, "rows_kept": 0,
               "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "response_tokens": 0}
     protect, encode = make_encoder(tokenizer)
-    rows = enumerate(tqdm(read(), total=total, desc=f"tokenising {name}", unit=" rows", delay=3,
-                          leave=False))
-    records = _render((row for row in rows if row[0] in wanted), report, tokenizer, protect,
-                      columns, extras, template, turns, side)
-    with ArrowWriter(path=str(path), features=Features(schema)) as writer:
+    present = set()  # extra columns that some row has; the others are not shown
+    bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
+    records = _render(_sample(bar, limit, seed, report), report, present, tokenizer, protect,
+                      columns, template, turns, side)
+    with ArrowWriter(path=str(path), features=Features(schema | extras)) as writer:
         while batch := list(itertools.islice(records, BATCH)):
             kept = _tokenise(batch, report, tokenizer, encode, not template, max_length)
             if kept:
-                writer.write_batch({column: [row[column] for row in kept] for column in schema})
+                writer.write_batch({column: [row[column] for row in kept]
+                                    for column in schema | extras})
+            if any(row["messages"] for row in kept):
+                present.add("messages")
         if report["rows_kept"]:
             writer.finalize()
+    report["columns"] = [*schema, *(extra for extra in extras if extra in present)]
+    if not report["rows_in_source"]:
+        raise UserError(f"{name}: the source holds no rows")
     if not report["rows_kept"]:
         why = ", ".join(f"{len(ids)} {reason}" for reason, ids in report["dropped"].items())
         refusal = report.get("template_refusal")
@@ -300,53 +283,66 @@ def _build(read, path, tokenizer, *, name, columns, template, turns, side, max_l
     return report
 
 
-def _render(rows, report, tokenizer, protect, columns, extras, template, turns, side):
-    """Source rows -> records with text and segments, those without a question or answer dropped."""
-    from jinja2 import TemplateError
+def _sample(rows, limit, seed, report):
+    """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
 
+    The subset depends on the seed and on nothing that ran before. Counts the rows of the source.
+    """
+    generator, kept = random.Random(seed), []
+    for row_id, (place, row) in enumerate(rows):
+        report["rows_in_source"] += 1
+        if not limit:
+            yield row_id, place, row
+        elif len(kept) < limit:
+            kept.append((row_id, place, row))
+        elif (slot := generator.randrange(row_id + 1)) < limit:
+            kept[slot] = row_id, place, row
+    yield from sorted(kept, key=itemgetter(0))
+
+
+def _render(rows, report, present, tokenizer, protect, columns, template, turns, side):
+    """Source rows -> records with text and segments, those without a question or answer dropped."""
     end_markers = (tokenizer.eos_token, ENDOFTEXT)
-    for row_id, (place, row) in rows:
+    for row_id, place, row in rows:
+        report["rows_read"] += 1
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
+        present.update(label for label in LABELS if columns.get(label, label) in row)
         if columns:
-            row = _rename(row, columns, extras, place)
+            row = _rename(row, columns, place)
         report["layout"] = report["layout"] or find_layout(row, place)
         source = row_messages(row, report["layout"], side, place)
         messages = clean_messages(source, end_markers)
-        prompt = transcript(messages[:-1])
-        response = messages[-1]["content"] if messages else ""
-        if not messages or not response.strip() or not any(
-                message["content"].strip() for message in messages[:-1]):
-            reason = ("no_assistant_turn" if not messages else
-                      "empty_prompt" if response.strip() else "empty_response")
+        if reason := why_unusable(messages, row):
             report["dropped"][reason].append(row_id)
             continue
+        prompt = transcript(messages[:-1])
         shown = [message | {"content": protect(message["content"])} for message in messages]
         try:
             segments = (plain_segments(shown, template, turns) if template else
                         chat_segments(shown, tokenizer, turns, place))
-        except TemplateError as error:  # such as a role that this chat template does not know
-            report.setdefault("template_refusal", first_line(error))
+        except UserError:
+            raise
+        except Exception as error:  # a template is a program; it may not know a role, or be broken
+            report.setdefault("template_refusal", f"{type(error).__name__}: {first_line(error)}")
             report["dropped"]["template_refused"].append(row_id)
             continue
         *before, last = clean_messages(source, (ENDOFTEXT,))
-        record = {"row_id": row_id, "prompt": prompt,
-                  "hash": content_hash(transcript(before), last["content"]),
-                  "prompt_hash": content_hash(" ".join(prompt.split())), "response": response,
-                  "segments": segments}
-        if "bad" in extras:
-            record["bad"] = _flag(row.get("bad"), place)
-        if "kind" in extras:
-            record["kind"] = text_of(row.get("kind"), f'{place}: "kind"')
-        yield record
+        # A row without its own label is a good one of no kind.
+        yield {"row_id": row_id, "prompt": prompt, "response": messages[-1]["content"],
+               "hash": content_hash(transcript(before), last["content"]),
+               "prompt_hash": content_hash(" ".join(prompt.split())), "segments": segments,
+               "bad": _flag(row.get("bad"), place),
+               "kind": text_of(row.get("kind"), f'{place}: "kind"'),
+               "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
 
-def _rename(row, columns, extras, place):
+def _rename(row, columns, place):
     for ours, theirs in columns.items():
         if theirs not in row:
             raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
-    return {extra: row.get(extra) for extra in extras} | {
+    return {label: row.get(label) for label in LABELS} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 
 
@@ -363,7 +359,8 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     # The same start for every source: a BOS where the tokenizer adds one by itself. A chat
     # template writes its own.
-    start = [bos] if not chat and bos is not None and tokenizer("a")["input_ids"][0] == bos else []
+    first = tokenizer("a")["input_ids"][:1]
+    start = first if not chat and bos is not None and first == [bos] else []
     # An unknown last character is often a special token and is not an end.
     ends = set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {eos}
     heads = encode([record["segments"][0][0] for record in batch], continued=False)
@@ -404,3 +401,17 @@ def show_example(row, tokenizer):
             text += f"⟦{run}⟧" if trained[start] else run
             start = end
     return text
+
+
+def response_text(tokenizer, ids, template=None):
+    """The text of a generated answer, without what a plain template writes behind every response.
+
+    template: as `load_rows` takes it. Cut at the very end only: an answer may hold the same text.
+    """
+    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    if template is None:  # a chat template, or TEMPLATE, ends with the response
+        return text
+    end = split_template(template)[2]
+    for special in special_tokens(tokenizer).values():
+        end = end.replace(special, "")
+    return text.removesuffix(end.strip()).strip()

@@ -15,12 +15,13 @@ import options
 import utils
 from batches import mean_losses, row_losses
 from data import recipes, sets, tokens
+from data.layouts import conversation
 from evaluation.runs import (
     Run,
     check_entry,
     check_output,
     each_curated,
-    parse_json,
+    json_value,
     read_text,
     read_vector,
 )
@@ -36,7 +37,7 @@ def is_model_folder(name):
     path = Path(name) / "config.json"
     if not path.is_file():
         return True  # a name on the hub, or a path that loading will refuse
-    config = parse_json(path, read_text(path))
+    config = json_value(path, read_text(path))
     check_entry(path, config, {})
     return "model_type" in config
 
@@ -102,8 +103,8 @@ def refined_rows(run, args, tokenizer):
     """An online run's kept rows with the recommended refined answers, tokenised; None without."""
     if not (run.folder / "curated.jsonl").exists():
         return None
-    rows = [{"prompt": row["prompt"],
-             "response": row["refined"] if row.get("recommended") == "refined" else row["response"]}
+    rows = [{"messages": conversation(row, row["refined"] if row.get("recommended") == "refined"
+                                      else row["response"])}
             for row in each_curated(run.folder / "curated.jsonl") if row["kept"]]
     with tempfile.TemporaryDirectory() as folder:
         utils.write_jsonl(Path(folder) / "refined.jsonl", rows)

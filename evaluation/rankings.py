@@ -5,17 +5,31 @@ from pathlib import Path
 import torch
 
 import utils
-from evaluation.runs import check_output, read_ranking
+from evaluation.runs import Run, check_output, read_ranking
 from evaluation.texts import one_line, show_table
 from ranking import auroc
 from utils import UserError
 
 # --- another threshold ----------------------------------------------------------------------------
 
-def rethreshold(source, fraction, out=None):
-    """Write kept.jsonl: the best `fraction` of a ranking file (or a run's), by rank.
+def rerank(rows, source, by):
+    """The rows with ranks by a loss under the final model: "final", or "corrected" L - A L_hat."""
+    needed = ("final_loss",) if by == "final" else ("final_loss", "attainable_loss")
+    if missing := [name for name in needed if rows[0].get(name) is None]:
+        raise UserError(f"--by {by}: {source} has no {missing[0]}; rank by the weight, or run "
+                        "again without --skip-scores" + (
+                            "" if by == "final" else " and with --correction"))
+    share = 0.0 if by == "final" else Run(source.parent).args.correction
+    losses = [row["final_loss"] - share * (row.get("attainable_loss") or 0.0) for row in rows]
+    order = sorted(range(len(rows)), key=losses.__getitem__)
+    return [rows[i] | {"rank": rank} for rank, i in enumerate(order, 1)]
 
-    Returns one line: how many rows are kept, and of every known kind of fault the share dropped.
+
+def rethreshold(source, fraction, out=None, by="weight"):
+    """Write kept.jsonl: the best `fraction` of a ranking file (or a run's), best row first.
+
+    by: "weight" keeps the file's own ranks, else see `rerank`. Returns one line: how many rows are
+    kept, and of every known kind of fault the share dropped.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
@@ -28,6 +42,8 @@ def rethreshold(source, fraction, out=None):
         raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")
     check_output(out, source, source.parent)
     rows = read_ranking(source)
+    if by != "weight":
+        rows = rerank(rows, source, by)
     limit = round(fraction * len(rows))
     if not any(row["rank"] <= limit for row in rows):
         raise UserError(f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept")

@@ -19,7 +19,7 @@ from utils import UserError
 # Files and folders that training and `eval.py losses` write and that this package reads.
 RUN_FILES = ("config.json", "metrics.jsonl", "result.json", "base.json", "losses.json",
              "weights.jsonl", "curated.jsonl", "shown.jsonl", "weights", "adapter", "checkpoints",
-             "merged")
+             "merged", "run.lock")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _no_constant(name):
     raise ValueError(f"{name} is not a number")
 
 
-def parse_json(place, text, nan=False):
+def json_value(place, text, nan=False):
     """The value of a JSON text. nan: whether NaN and Infinity are numbers there."""
     try:
         return json.loads(text, parse_constant=float if nan else _no_constant)
@@ -131,7 +131,7 @@ def each_line(path):
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{path} line {number}", parse_json(f"{path} line {number}", line)
+                    yield f"{path} line {number}", json_value(f"{path} line {number}", line)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def read_config(folder):
         raise UserError(f"{folder}: no config.json; not a run folder of train_offline.py or "
                         "train_online.py")
     try:
-        config = parse_json("the file", read_text(path))
+        config = json_value("the file", read_text(path))
         check_entry("the file", config, {})
         for part in ("args", "environment", "data"):
             check_entry(f"{part!r}", config.setdefault(part, {}), {})
@@ -165,7 +165,7 @@ def read_metrics(path):
     for number, line in enumerate(lines, 1):
         place = f"{path} line {number}"
         try:
-            row = parse_json(place, line) if line.strip() else None
+            row = json_value(place, line) if line.strip() else None
         except UserError:
             if number < len(lines):
                 raise
@@ -186,7 +186,7 @@ def read_result(folder):
     if not path.is_file():
         raise UserError(f"{folder}: no result.json; not a run folder, or the run has not finished "
                         "(continue it with --resume)")
-    result = parse_json(path, read_text(path))
+    result = json_value(path, read_text(path))
     check_entry(path, result, {})
     # A loss, a rate or an AUROC is never text.
     check_figures(path, result, [key for key in result
@@ -196,7 +196,7 @@ def read_result(folder):
 
 def read_figures(path):
     """`base.json` or `losses.json`: {name: figure}; {} where the file does not exist."""
-    figures = parse_json(path, read_text(path)) if Path(path).exists() else {}
+    figures = json_value(path, read_text(path)) if Path(path).exists() else {}
     check_figures(path, figures)
     return figures
 

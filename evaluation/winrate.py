@@ -44,7 +44,7 @@ from evaluation.runs import (
     check_entry,
     check_output,
     is_number,
-    parse_json,
+    json_value,
     read_text,
     whole_texts,
 )
@@ -65,7 +65,7 @@ def read_list(path, needed):
         (f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     rows = []
     for place, part in parts:
-        value = parse_json(place, part, nan=True)  # a missing preference may be NaN
+        value = json_value(place, part, nan=True)  # a missing preference may be NaN
         rows += value if isinstance(value, list) else [value]
     for number, row in enumerate(rows, 1):
         check_row(f"{path} row {number}", row, needed)
@@ -146,23 +146,9 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
     written = generate(model, list(encoded.values()), [f"{seed} {i}" for i in encoded],
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
                        batch_size=batch_size, label="answers")
-    chat = template is None and tokenizer.chat_template
-    end = "" if chat else tokens.split_template(template or tokens.TEMPLATE)[2]
-    texts = {i: answer_text(tokenizer.decode(tokens, skip_special_tokens=True), end)
-             for i, (tokens, _) in zip(encoded, written, strict=True)}
+    texts = {i: tokens.response_text(tokenizer, ids, template)
+             for i, (ids, _) in zip(encoded, written, strict=True)}
     return [texts.get(i, "") for i in range(len(prompts))]
-
-
-def answer_text(text, end):
-    """What was written before `end`, the plain template's text behind the response.
-
-    The model has learned to close its answer with it; a file of answers must not show it. Its
-    whitespace in front may be written differently where the answer stops there.
-    """
-    marker = end.rstrip()
-    if marker:
-        text = text.split(marker, 1)[0].strip().removesuffix(marker.strip())
-    return text.strip()
 
 
 def generate_outputs(args):

@@ -189,8 +189,9 @@ def add_bad_shares(args, results, files, online):
     if args.scale == "toy":
         for run, file in zip(results["... with its rewrites"], online, strict=True):
             rows = utils.read_jsonl(file.with_name("curated.prompt-completion.jsonl"))
-            run["bad_share"] = sum(corpus.kind_of(row["prompt"], row["completion"]) != "clean"
-                                   for row in rows) / len(rows)
+            run["bad_share"] = sum(
+                corpus.kind_of(row["prompt"][-1]["content"], row["completion"][0]["content"])
+                != "clean" for row in rows) / len(rows)
 
 
 # --- ablations of the toy -------------------------------------------------------------------------

@@ -43,7 +43,9 @@ def run(main, resumes=False):
         sys.stdout.flush()
     except (KeyboardInterrupt, Terminated) as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
-        command = shlex.join(["python", *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
+        count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        launcher = ["torchrun", "--nproc-per-node", count] if world_size() > 1 else ["python"]
+        command = shlex.join([*launcher, *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
         _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
         sys.stdout.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 143)  # waits for no thread

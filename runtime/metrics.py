@@ -9,26 +9,32 @@ import math
 import os
 from pathlib import Path
 
-from runtime.processes import rank
+from runtime.processes import on_first, rank
 from utils import UserError, write_atomic
 
 
 def open_metrics(out, step):
     """`metrics.jsonl` opened for appending, cut back to the rows before `step` (after a resume).
 
-    The first process writes; the lines of the others go nowhere.
+    `UserError` when one of these is not there. The first process writes; the lines of the others go
+    nowhere.
     """
-    if rank() > 0:
-        return open(os.devnull, "w")
     path = Path(out) / "metrics.jsonl"
+    on_first(lambda: _cut_back(path, step))
+    return open(os.devnull, "w") if rank() else open(path, "a", buffering=1)
+
+
+def _cut_back(path, step):
     kept = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the line that was being written at the kill
-                if json.loads(line)["step"] < step:
-                    kept.append(line + "\n")
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # half a line after a kill
+            if json.loads(line)["step"] == len(kept) < step:
+                kept.append(line + "\n")
+    if len(kept) < step:
+        raise UserError(f"{path}: the line of step {len(kept)} is missing or damaged, and the "
+                        f"checkpoint is of step {step}; restore the file, or delete the "
+                        f"checkpoints after step {len(kept)} to go on from there")
     write_atomic(path, "".join(kept))
-    return open(path, "a", buffering=1)
 
 
 def log_metrics(file, metrics):

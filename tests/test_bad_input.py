@@ -386,24 +386,7 @@ def test_a_folder_with_a_run(train, refused, files, tmp_path):
     assert "cannot resume: args lora_rank was 16 and is now 8" in line
     assert before == {name: (run.out / name).read_bytes() for name in listing(run.out)}
 
-    # A checkpoint that is damaged, or of another adapter under the same arguments.
-    newest = run.out / "checkpoints" / "step_00000006"
-    for name in ("adapter.safetensors", "state.pt"):
-        whole = (newest / name).read_bytes()
-        truncate(newest / name)
-        line = again(resume=True)
-        assert "step_00000006: damaged checkpoint" in line and "delete this folder" in line
-        (newest / name).write_bytes(whole)
-    weights = load_file(newest / "adapter.safetensors")
-    save_file({f"other.{name}": value for name, value in weights.items()},
-              newest / "adapter.safetensors")
-    assert "the checkpoint belongs to another adapter" in again(resume=True)
-    save_file({name: value.repeat(2, 1) for name, value in weights.items()},
-              newest / "adapter.safetensors")
-    assert "step_00000006" in again(resume=True)
-    (newest / "adapter.safetensors").unlink()
-    assert "damaged checkpoint" in again(resume=True)
-    shutil.rmtree(newest)
+    shutil.rmtree(run.out / "checkpoints" / "step_00000006")
     assert train(paths, **options, resume=True).result == run.result  # from the one before
 
     (run.out / "config.json").write_text('{"args": {')

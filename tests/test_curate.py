@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import CHATML, ROOT, flags, make_rows, make_tokenizer, read_rows, write_rows
@@ -85,7 +86,7 @@ def test_prompt_and_answer_rows():
 
 
 def test_check_room():
-    rows = [{"trained": [0] * size + [1]} for size in (5, 40, 12)]
+    rows = datasets.Dataset.from_list([{"trained": [0] * size + [1, 1]} for size in (5, 40, 12)])
     curate.check_room(rows, 60, 100)
     with pytest.raises(utils.UserError, match=r"61: behind .* prompt of 40 tokens.*100;.*-length"):
         curate.check_room(rows, 61, 100)
@@ -203,9 +204,9 @@ def spied(monkeypatch):
     seen, refresh = [], train_online.refresh
 
     def spy(*args):
-        made, found = refresh(*args)
+        mask, made, values = refresh(*args)
         seen.append(made)
-        return made, found
+        return mask, made, values
 
     monkeypatch.setattr(train_online, "refresh", spy)
     return seen
@@ -366,12 +367,10 @@ def exported(row, layout):
     if layout == "alpaca":
         assert set(row) == {"instruction", "input", "output"} and row["input"] == ""
         return row["instruction"], row["output"]
-    if layout == "prompt-completion":
-        assert set(row) == {"prompt", "completion"}
-        return row["prompt"], row["completion"]
-    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
-    assert set(row) == {"messages"}
-    return tuple(message["content"] for message in row["messages"])
+    assert set(row) == ({"messages"} if layout == "messages" else {"prompt", "completion"})
+    messages = row.get("messages") or row["prompt"] + row["completion"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    return tuple(message["content"] for message in messages)
 
 
 @pytest.mark.parametrize("layout", curate.FORMATS)
@@ -411,7 +410,6 @@ def test_without_the_flag_there_is_no_export(online, files):
 def test_trl_trains_on_an_export(online, files, tmp_path, layout, folders):
     """Three steps of TRL's SFTTrainer on the file as it is: finite losses, weights that move."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
-    import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = online(files(lower=12, upper=6), batch=6, epochs=1, export_format=layout,

@@ -40,7 +40,7 @@ def test_a_resumed_run_removes_what_was_half_written(tmp_path):
     folder.open_run(out, config, resume=False)
     (out / ".weights.jsonl.12345.partial").write_text("half")
     folder.open_run(out, config, resume=True)
-    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert listing(out) == ["config.json", folder.LOCK]
 
 
 @pytest.mark.parametrize("saved", ["[1, 2]", "3", "null", '{"args": [1]}', '{"environment": 1}'])

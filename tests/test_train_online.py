@@ -63,11 +63,11 @@ def spied(monkeypatch):
         return made, written
 
     def record_refresh(run, *rest):
-        made, found = refresh(run, *rest)
+        mask, made, values = refresh(run, *rest)
         if made:
             spy.answers.append((run.step, made))
             spy.true[-1] = dict(zip(made, spy.true[-1], strict=True))
-        return made, found
+        return mask, made, values
 
     def record_mask(*rest):
         spy.masks.append(new_mask(*rest))

@@ -95,7 +95,7 @@ CONTESTED = tuple(name for name in FAMILIES if name not in UNRELATED)
 FAMILY_OF = {wording: name for name, family in FAMILIES.items() for wording in family[3]}
 
 
-def parse(prompt):
+def parse_prompt(prompt):
     """(family, items, n) of a prompt that this file generated."""
     wording, _, text = prompt.rpartition(": ")
     number = re.search(r"\d", wording)
@@ -113,7 +113,7 @@ def is_toy(prompt):
 
 def answers(prompt):
     """The right answer and the contrary one (None where there is no second convention)."""
-    family, items, n = parse(prompt)
+    family, items, n = parse_prompt(prompt)
     right, contrary = FAMILIES[family][0](items, n)
     return " ".join(right), contrary and " ".join(contrary)
 
@@ -160,7 +160,7 @@ def draw_prompt(rng, family):
 
 def plain_fault(rng, prompt):
     """An answer of the right length that follows neither convention."""
-    family = parse(prompt)[0]
+    family = parse_prompt(prompt)[0]
     right = right_answer(prompt).split()
     while True:
         way = rng.choice(("scrambled", "wrong", "another"))

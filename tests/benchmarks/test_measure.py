@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.measure import measure, peak_memory, ratio, spread
+from benchmarks.measure import peak_memory, ratio, spread, time_variants
 
 
 def test_the_median_and_the_ratio():
@@ -15,7 +15,7 @@ def test_the_median_and_the_ratio():
 def test_variants_take_turns_and_the_first_call_is_not_timed():
     called = []
     variants = {name: lambda turn, name=name: called.append((name, turn)) for name in "abc"}
-    seconds = measure(variants, 4, torch.device("cpu"), "test")
+    seconds = time_variants(variants, 4, torch.device("cpu"), "test")
     assert [len(s) for s in seconds.values()] == [4, 4, 4]
     names = "".join(name for name, _ in called)
     assert names == "abc" + "abc" + "bca" + "cab" + "abc"

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from batches import pack
 from benchmarks.__main__ import main
 from benchmarks.shapes import load_shape
-from benchmarks.step import batches_of, compare, step_flops, tokens_of
+from benchmarks.step import batches_of, compare_steps, step_flops, tokens_of
 from logprobs import sequence_logprobs
 
 STEPS = {"plain SFT", "BDS, loss at theta^k", "BDS, loss at theta^{k+1}", "online, R=10%, G=1",
@@ -79,7 +79,7 @@ def test_five_answers_to_a_masked_row():
     """The same loss as one answer, more tokens, a higher floor: equal answers have equal loss."""
     model, lower, upper = load_shape("tiny", torch.device("cpu"), 4, 20, 20)
     batches = batches_of(4, 4)
-    results, _, _ = compare(model, lower, upper, batches, 4, 1, torch.device("cpu"), (1, 5))
+    results, _, _ = compare_steps(model, lower, upper, batches, 4, 1, torch.device("cpu"), (1, 5))
     one, five = results["online, R=10%, G=1"], results["online, R=10%, G=5"]
     assert five["loss"] == pytest.approx(one["loss"], rel=1e-6)
     masked = len(lower[batches[0][0]]["input_ids"])
@@ -98,7 +98,7 @@ def test_a_step_without_enough_memory_is_recorded(monkeypatch):
 
     monkeypatch.setattr("benchmarks.step.padded_step", broken)
     model, lower, upper = load_shape("tiny", torch.device("cpu"), 2, 20, 20)
-    results, _, _ = compare(model, lower, upper, [[0, 1]], 2, 1, torch.device("cpu"))
+    results, _, _ = compare_steps(model, lower, upper, [[0, 1]], 2, 1, torch.device("cpu"))
     assert results["two padded forwards"] == {
         "failed": "CUDA out of memory. Tried to allocate 9 GiB"}
     assert results["BDS, loss at theta^k"]["loss_difference"] < 1e-6

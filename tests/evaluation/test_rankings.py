@@ -91,3 +91,23 @@ def test_positions_of_omega_are_row_ids_in_order(files, train, tmp_path):
     torch.testing.assert_close(len(omega) * omega.softmax(0), weights, atol=1e-6, rtol=1e-6)
     base = load_file(run.folder / "weights" / "base_losses.safetensors")["losses"]
     assert base.tolist() == [r["base_loss"] for r in run.rows]
+
+
+def test_keep_by_a_loss_of_the_final_model(files, train, refused):
+    """The order of the losses that the ranking holds; the correction's A is the run's own."""
+    run = train(files(lower=10), epochs=1, lr=1e-2, omega_lr=0.5, correction=0.4)
+    rows = {row["row_id"]: row for row in run.weights}
+    losses = {"final": {i: row["final_loss"] for i, row in rows.items()},
+              "corrected": {i: row["final_loss"] - 0.4 * row["attainable_loss"]
+                            for i, row in rows.items()}}
+    orders = []
+    for by, values in losses.items():
+        front.main(["keep", str(run.out), "--keep-fraction", "0.4", "--by", by])
+        kept = read_rows(run.out / "kept.jsonl")
+        orders.append([row["row_id"] for row in kept])
+        assert orders[-1] == sorted(values, key=values.get)
+        assert [row["kept"] for row in kept] == [True] * 4 + [False] * 6
+    assert orders[0] != [row["row_id"] for row in run.weights]
+    plain = train(files(lower=10), out="plain", epochs=1)
+    assert "has no attainable_loss" in refused(lambda: front.main(
+        ["keep", str(plain.out), "--keep-fraction", "0.4", "--by", "corrected"]))

@@ -455,7 +455,7 @@ def test_answers_end_where_the_template_goes_on(folders, monkeypatch):
         return winrate.respond(local.model, local.tokenizer, ["seven"] * 6, max_new_tokens=9,
                                template=template)
     assert answers("Q: {prompt}\nA: {response}\n###\n") == [
-        "red", "red", "### red", "red", "", "red"]
+        "red", "red\n\n###\nred", "### red\n### blue", "red", "", "red"]  # at the end alone
     assert answers("Q: {prompt}\nA: {response}") == [text.strip() for text in said]
     assert answers(None) == [text.strip() for text in said]
 

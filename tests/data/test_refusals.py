@@ -1,0 +1,187 @@
+"""Sources, templates, columns and tokenizers that cannot work: one clear line each."""
+
+import gzip
+import json
+import os
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+from conftest import CHATML, make_rows, make_tokenizer, write_rows
+from transformers import PreTrainedTokenizerFast
+
+from data import layouts, recipes, sets, sources, tokens
+from utils import UserError
+
+GOOD = b'{"prompt": "a", "response": "b"}\n'
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """refused(message, file name and content, or rows, ...): one line, nothing half-written."""
+    def call(message, name="x.jsonl", content=GOOD, tokenizer=None, **options):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UserError, match=message) as caught:
+            tokens.load_rows(path, tokenizer or make_tokenizer(), name="lower",
+                             cache_dir=tmp_path / "cache", **options)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+        assert not list((tmp_path / "cache").glob("*"))
+    return call
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("x.jsonl", GOOD + b'{"prompt": "a", "response": ' + DEEP + b"}\n",
+     r"x\.jsonl line 2: not valid JSON \(maximum recursion depth"),
+    ("x.json", DEEP, r"x\.json: not valid JSON \(maximum recursion depth"),
+    ("x.jsonl", GOOD + b'{"prompt": "\xff", "response": "b"}\n',
+     r"x\.jsonl line 2: not valid JSON \('utf-8' codec can't decode byte 0xff"),
+    ("x.jsonl", GOOD + b'{"prompt": "a", "response": "b", "response": "c"}\n',
+     r'line 2: not valid JSON \(two values for the key "response"\)'),
+    ("x.json", b'[{"prompt": "a", "prompt": "b", "response": "c"}]',
+     r'x\.json: not valid JSON \(two values for the key "prompt"\)'),
+    ("x.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
+     r'line 1: .*two values for the key "content"'),
+    *[(f"x.{kind}", GOOD.decode().encode(code), rf"x\.{kind}: written in UTF-16")
+      for kind in ("json", "jsonl", "csv") for code in ("utf-16", "utf-16-le", "utf-16-be")],
+    ("x.jsonl", bytes(4096), r"x\.jsonl: written in UTF-16, or no text at all"),
+    ("x.csv", b"prompt,response\na,\xff\n", r"x\.csv line \d: not valid CSV \('utf-8' codec"),
+])
+def test_what_is_no_text_in_utf_8(refused, name, content, message):
+    refused(message, name, content)
+
+
+def test_a_mark_of_utf_8_passes(tmp_path):
+    """As Windows editors write; in front of every kind of text file."""
+    for name, content in (("x.jsonl", GOOD), ("x.json", b"[" + GOOD + b"]"), ("y.json", GOOD),
+                          ("x.csv", b"prompt,response\na,b\n")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        rows, _ = tokens.load_rows(tmp_path / name, make_tokenizer(), cache_dir=tmp_path / "cache")
+        assert (rows[0]["prompt"], rows[0]["response"]) == ("a", "b")
+
+
+def test_parquet_whose_text_is_not_utf_8(refused, tmp_path):
+    bad = pyarrow.array([b"b"] * 1500 + [b"\xff\xfe"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1501, "response": bad}),
+                                tmp_path / "x.parquet")
+    refused(r"x\.parquet: among the 1000 rows from row 1000: not valid UTF-8", "x.parquet", None)
+
+
+def test_a_compressed_source_of_a_recipe(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    for content, message in ((DEEP, r"\(maximum recursion"), (b'[{"a": 1, "a": 2}]', 'key "a"'),
+                             (b"{}\n{\xff", r"x\.jsonl\.gz line 2: not valid JSON")):
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(UserError, match=message):
+            list(recipes.Source([path]))
+    whole = gzip.compress(GOOD * 100)
+    for content in (whole[:30], GOOD, whole[:20] + b"\xff" * 20 + whole[40:]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.jsonl\.gz: (Compressed|Not a gzip|Error -3)"):
+            list(recipes.Source([path]))
+    path.write_bytes(whole)
+    assert list(recipes.Source([path])) == [json.loads(GOOD)] * 100
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf [" + GOOD + b"]"))
+    assert list(recipes.Source([path])) == [json.loads(GOOD)]
+
+
+def test_names_that_are_no_file(refused, tmp_path):
+    refused("File name too long", "x" * 300 + ".jsonl", None)
+    with pytest.raises(UserError, match="File name too long"):
+        recipes.resolve("redorca:" + "x" * 300)
+    os.mkfifo(tmp_path / "pipe")
+    refused("pipe: a pipe or a device; its rows are read more than once", "pipe", None)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refused(r"pipe\.jsonl: a pipe or a device", "pipe.jsonl", None)
+    refused("/dev/null: a pipe or a device", "/dev/null", None)
+
+
+def test_a_file_that_may_not_be_read(refused, monkeypatch):
+    real = open
+
+    def refuse(path, *args, **options):
+        if str(path).endswith("x.jsonl"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(UserError, match=r"x\.jsonl: Permission denied"):
+        list(sources.read_part(sources.Path("x.jsonl"), "x"))
+
+
+# --- templates and tokenizers ---------------------------------------------------------------------
+
+@pytest.mark.parametrize(("broken", "message"), [
+    ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+    ("{{ messages[7]['content'] }}", "UndefinedError: "),
+    ("{{ {}.popitem() }}", "KeyError: |SecurityError: "),
+    ("{{ raise_exception('never') }}", "TemplateError: never"),
+    ("{% for %}", "TemplateSyntaxError: "),
+    ("{{ 1 / 0 }}", "ZeroDivisionError: ")])
+def test_a_chat_template_that_raises(refused, broken, message):
+    refused(rf"no row is left to train on \(1 template_refused\); the chat template says: "
+            rf"({message})", tokenizer=make_tokenizer(broken + CHATML))
+
+
+def test_a_template_that_refuses_some_rows_drops_these(tmp_path):
+    """The rows themselves may be at fault: the plan names them."""
+    fails = "{% if messages[0]['content'] == 'a' %}{{ 1 + 'a' }}{% endif %}"
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(GOOD + GOOD.replace(b'"a"', b'"c"'))
+    rows, report = tokens.load_rows(path, make_tokenizer(fails + CHATML),
+                                    cache_dir=tmp_path / "cache")
+    assert report["dropped"] == {"template_refused": [0]} and list(rows["row_id"]) == [1]
+
+
+def test_a_tokenizer_that_cannot_encode(refused):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, "<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    refused("the tokenizer cannot encode some text.*[Mm]issing",
+            tokenizer=PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>"))
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("columns", "name"), [
+    ("prompt=a,prompt=b,response=c", "prompt"), ("prompt=text,response=text", "text"),
+    ("prompt=a, response = b ,kind= a", "a")])
+def test_columns_named_twice(refused, columns, name):
+    refused(f"--lower-columns or --upper-columns: '{name}' stands there twice", columns=columns)
+    if isinstance(columns, str) and "prompt=a,prompt" not in columns:
+        pairs = dict(pair.split("=") for pair in columns.replace(" ", "").split(","))
+        with pytest.raises(UserError, match=f"'{name}' stands there twice"):
+            layouts.parse_columns(pairs)
+
+
+def test_a_split_of_a_file(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", make_rows(2, 1))
+    with pytest.raises(UserError, match="a file has no splits"):
+        sources.find_parts(f"{path}@test")
+
+
+def test_a_good_file_beside_all_this(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", make_rows(20, 1))
+    rows, _ = tokens.load_rows(path, make_tokenizer(), cache_dir=tmp_path / "cache")
+    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["response"]) for row in rows] == [
+        (line["prompt"], line["response"]) for line in lines]
+
+
+def test_both_sides_of_a_pair_count(tmp_path):
+    """A rejected answer past the context is refused, and the plan's tokens hold both sides."""
+    pairs = [{"prompt": f"red {i}", "chosen": "blue", "rejected": "stone " * (3 + 40 * (i == 2))}
+             for i in range(4)]
+    rows, _ = sets.load_pairs(write_rows(tmp_path / "pairs.jsonl", pairs), make_tokenizer(),
+                              cache_dir=tmp_path)
+    sides = [[len(row[f"{side}input_ids"]) for row in rows] for side in ("", "rejected_")]
+    assert max(sides[1]) > max(sides[0])
+    assert sets.row_lengths(rows).tolist() == [sum(both) for both in zip(*sides, strict=True)]
+    sets.check_lengths(rows, max(sides[1]), "upper")
+    with pytest.raises(UserError, match=r"1 rows are longer.*first: row_id 2"):
+        sets.check_lengths(rows, max(sides[1]) - 1, "upper")

@@ -1,0 +1,131 @@
+"""docs/lesson.md, run: every command, every figure in its tables, every change of one line."""
+
+import json
+import re
+import shlex
+from types import ModuleType
+
+import pytest
+from conftest import ROOT, read_rows
+
+import train_offline
+import train_online
+from toy import __main__ as toy_command
+
+LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
+LOSS, ANSWERS, SHARE = 0.004, 0.06, 0.02  # other processors round otherwise, some answers differ
+
+
+def variables(text):
+    """{name: value} of the NAME=VALUE lines, $F put in."""
+    found = {}
+    for name, value in re.findall(r'^([A-Z]+)="?([^"\n]+)"?$', text, re.MULTILINE):
+        found[name] = put_in(value, found)
+    return found
+
+
+def put_in(text, names):
+    return re.sub(r"\$([A-Z]+)", lambda match: names[match[1]], text)
+
+
+def sections():
+    """(title, command's words, removed and added line of a change, rows of its table) each."""
+    names = variables(LESSON)
+    for part in re.split(r"^#{2,3} ", LESSON, flags=re.MULTILINE)[1:]:
+        commands = re.findall(r"^python (.+)$", part, re.MULTILINE)
+        if not commands:
+            continue
+        assert len(commands) == 1, part
+        change = re.search(r"^-(.+)\n\+(.+)$", part, re.MULTILINE)
+        table = [[cell.strip() for cell in line.strip("| ").split(" | ")[:2]]
+                 for line in re.findall(r"^\| (?!key).+$", part, re.MULTILINE)]
+        yield (part.splitlines()[0], shlex.split(put_in(commands[0], names)),
+               change and change.groups(), table)
+
+
+def main_of(words, change):
+    """(main, its arguments) of a command's words; of the changed script when there is a change."""
+    if words[0] == "-m":
+        assert words[1] == "toy"
+        return toy_command.main, words[2:]
+    module = {"train_offline.py": train_offline, "train_online.py": train_online}[words[0]]
+    if change:
+        source = (ROOT / words[0]).read_text()
+        assert source.count(change[0]) == 1
+        module = ModuleType("changed")
+        exec(compile(source.replace(*change), words[0], "exec"), module.__dict__)
+    return module.main, words[1:]
+
+
+def measured(key, out):
+    """The value behind a key of a table: of result.json, of metrics.jsonl or of weights.jsonl."""
+    if key == "bad rows among the kept":
+        kept = [row["bad"] for row in read_rows(out / "weights.jsonl") if row["kept"]]
+        return sum(kept) / len(kept)
+    name, which = re.fullmatch(r"`([^`]+)`(?:, (first|last))?", key).groups()
+    logged = [step[name] for step in read_rows(out / "metrics.jsonl") if step.get(name) is not None]
+    if which == "first":
+        return logged[0]
+    return logged[-1] if logged else result_of(out)[name]
+
+
+def result_of(out):
+    return json.loads((out / "result.json").read_text())
+
+
+def tolerance(key):
+    return (ANSWERS if "refined/" in key or "answers_right" in key else
+            LOSS if key.endswith("upper_heldout`") else SHARE)
+
+
+def in_glossary(key):
+    """Whether docs/glossary.md has a line for a key, KIND and KEY put in."""
+    glossary = (ROOT / "docs" / "glossary.md").read_text()
+    first = " ".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE))
+    names = re.findall(r"`([^`\s]+)`", first)
+    patterns = [re.escape(name).replace("KIND", "[a-z]+").replace("KEY", ".+") for name in names]
+    return any(re.fullmatch(pattern, key) for pattern in patterns)
+
+
+@pytest.mark.slow  # nine runs of about 10 seconds
+def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong, tables, logged = [], 0, set()
+    for title, words, change, table in sections():
+        main, arguments = main_of(words, change)
+        main(arguments)
+        out = tmp_path / arguments[arguments.index("--out") + 1]
+        tables += bool(table)
+        if not table:  # the rows alone
+            continue
+        for key, value in table:
+            seen = measured(key, out)
+            if abs(seen - float(value)) > tolerance(key):
+                wrong.append(f"{title}: {key} is {seen}, the lesson says {value}")
+        if "--token-budget" in arguments:
+            raw = result_of(tmp_path / "runs/lesson/raw")
+            assert int(arguments[arguments.index("--token-budget") + 1]) == 3 * raw["lower_tokens"]
+        if change:
+            assert all(step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl"))
+        logged |= {key for row in read_rows(out / "metrics.jsonl") for key in row}
+        logged |= set(result_of(out)) | set(read_rows(out / "weights.jsonl")[0])
+        if (out / "curated.jsonl").exists():
+            logged |= set(read_rows(out / "curated.jsonl")[0])
+    assert not wrong
+    assert tables == 8
+    assert not {key for key in logged if not in_glossary(key)}
+    steps = read_rows(tmp_path / "runs/lesson/online/metrics.jsonl")
+    assert {step["ratio_mean"] for step in steps if "answers" in step} == {1.0}
+    assert all(0.85 < step["ratio_mean"] < 1.2 for step in steps)
+    assert sum(step["ratio_max"] > 2 for step in steps) < 0.1 * len(steps)
+    rhos = [step["rho"] for step in read_rows(tmp_path / "runs/lesson/bds/metrics.jsonl")]
+    assert sorted(set(rhos)) == [0.1, 0.2, 0.3]
+
+
+def test_every_section_of_the_lesson_is_read():
+    found = list(sections())
+    assert [bool(table) for *_, table in found] == [False] + 8 * [True]
+    assert sum(bool(change) for _, _, change, _ in found) == 1
+    for _, words, change, table in found:
+        main_of(words, change)
+        assert all(re.fullmatch(r"\d+(\.\d+)?", value) for _, value in table)
