@@ -15,6 +15,7 @@ from pathlib import Path
 import logprobs
 from runtime import gguf_files
 from runtime.hub import hub_answers
+from runtime.precision import pick_dtype
 from runtime.processes import sum_gradients, world_size
 from utils import UserError, first_line
 
@@ -36,7 +37,7 @@ def _source(name):
     """
     file = gguf_files.find(name)
     if file is not None:
-        gguf_files.check(file)
+        gguf_files.check_header(file)
         return str(file.parent), {"gguf_file": file.name}
     if not os.path.isdir(name):  # False for a name that is too long, where Path's own raises
         if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -129,13 +130,12 @@ def _read_model(name, device, dtype, four_bit):
 def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """A frozen causal LM with packed attention, dropout off, in evaluation mode.
 
-    dtype "auto" is bfloat16 on CUDA and float32 on the CPU. `four_bit` is an NF4 base through
+    dtype: "auto" (see runtime/precision.py) or a name. `four_bit` is an NF4 base through
     bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. A GGUF file is
     dequantised. Only safetensors and GGUF are read, and no remote code is run.
     """
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    model = _read_model(name, device, getattr(torch, dtype), four_bit)
+    dtype = pick_dtype(dtype, device, dtype == "auto" and load_config(name), four_bit)
+    model = _read_model(name, device, dtype, four_bit)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # log-probs that enter a ratio must be functions of theta alone
@@ -147,7 +147,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
             setattr(model.config, key, 0.0)
     model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
     try:
-        logprobs.check_model(model, tolerance=0.1 if dtype == "bfloat16" or four_bit else 1e-3)
+        logprobs.check_model(model, tolerance=0.1 if dtype == torch.bfloat16 or four_bit else 1e-3)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     return model

@@ -38,7 +38,8 @@ def add_arguments(parser):
     add("--lora-rank", type=int, default=16, help="(16)")
     add("--lora-alpha", type=int, default=16, help="(16)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
-        help="of the base; auto: bfloat16 on CUDA, float32 on the CPU; the adapter is float32")
+        help="of the base; auto: bfloat16 on CUDA, and for hidden sizes from 512 on CPUs that "
+        "multiply it, else float32; the adapter is float32")
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")

@@ -23,6 +23,7 @@ from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
+from runtime.precision import pick_dtype
 from selector import Selector
 from upper import reference_margins
 from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
@@ -122,8 +123,8 @@ def memory_and_disk(args, config, longest, num_rows):
     adapter = sum(args.lora_rank * (m.in_features + m.out_features) for m in linear)
     if args.correction and args.method in ("bds", "online"):
         adapter *= 2  # theta_hat
-    width = 0.5 if args.four_bit else {"bfloat16": 2, "float32": 4, "float64": 8}.get(
-        args.dtype, 4 if processes.pick_device(args.device).type == "cpu" else 2)
+    width = 0.5 if args.four_bit else pick_dtype(
+        args.dtype, processes.pick_device(args.device), config).itemsize
     tokens = 2 * args.micro_batch * longest
     if args.fsdp:  # each process has its share, and whole embeddings and head
         whole = sum(m.weight.numel() for m in (

@@ -32,7 +32,7 @@ def find(name):
     return files[0] if files else None
 
 
-def check(path):
+def check_header(path):
     """`UserError` unless the header of a GGUF file is whole and says what transformers reads."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(f"{path}: a GGUF file is read through the gguf package, which is missing: "
@@ -46,9 +46,10 @@ def check(path):
                         "again") from None
     kind = metadata["general.architecture"]
     # transformers takes a 7B model's sizes for those that a file leaves out
-    if absent := [key for key in SIZES if not isinstance(metadata.get(f"{kind}.{key}"), int | list)]:
-        raise UserError(f"{path}: an unsupported GGUF file (no {kind}.{absent[0]}); use the "
-                        "model's safetensors")
+    for key in SIZES:
+        if not isinstance(metadata.get(f"{kind}.{key}"), int | list):
+            raise UserError(f"{path}: an unsupported GGUF file (no {kind}.{key}); use the model's "
+                            "safetensors")
     if metadata.get("split.count", 1) > 1:
         raise UserError(f"{path}: one part of a GGUF model in {metadata['split.count']} files; "
                         "merge them first (llama-gguf-split --merge)")
@@ -61,7 +62,7 @@ def check(path):
 
 
 def refusal(path, error):
-    """The `UserError` for what transformers or gguf raise about a file that `check` lets pass."""
+    """The `UserError` for what transformers or gguf raise about a file with a good header."""
     why = first_line(error)
     if "not supported" in why:
         return UserError(f"{path}: an unsupported GGUF file ({why})")
