@@ -15,6 +15,7 @@ import math
 from types import SimpleNamespace
 
 import batches
+import logprobs
 import models
 import monitor
 import ranking
@@ -23,6 +24,7 @@ from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
+from runtime.cache import cached_losses
 from runtime.precision import pick_dtype
 from selector import Selector
 from upper import reference_margins
@@ -211,14 +213,31 @@ def before_training(run, file):
 
 
 def base_losses(run):
-    """Every lower row's loss before training; computed once and kept in the run folder."""
+    """Every lower row's loss before training; kept in the run folder.
+
+    Computed once for a base model and rows on a machine, not once a run: see runtime/cache.py.
+    """
     file = run.out / "weights" / "base_losses.safetensors"
     losses = folder.read_once(file, lambda f: load_file(f)["losses"].view(run.num_rows))
     if losses is None:
-        with before_training(run, file):
-            losses, _ = row_losses(run.model, run.levels.lower, label="base losses")
+        def compute():
+            with before_training(run, file):
+                return row_losses(run.model, run.levels.lower, label="base losses")[0]
+
+        losses = compute() if run.args.adapter else cached_losses(
+            run.args.cache_dir, what_decides_losses(run), run.num_rows, compute)
         folder.write_once(file, save({"losses": losses.contiguous()}))
     return losses
+
+
+def what_decides_losses(run):
+    """Everything that fixes the bits of the base model's losses of the lower rows, as JSON."""
+    sizes = run.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
+        sizes.pop(name, None)
+    return {"environment": folder.environment(run.device, run.model.dtype), "model": run.weights,
+            "rows": sets.rows_hash(run.levels.lower), "sizes": json.dumps(sizes, default=str),
+            "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp}
 
 
 def base_metrics(run):
