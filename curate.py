@@ -175,8 +175,9 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
     One line a row: row_id, hash, rank, kept, prompt, response (the original), refined, recommended,
     margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
-    (lists over its G answers), refined_logp; where the source has them also bad, kind, and of a
-    conversation all messages, the original answer the last. Returns metrics for the result.
+    (lists over its G answers), refined_logp, and the row tests; where the source has them also bad,
+    kind, and of a conversation all messages, the original answer the last. Returns metrics for the
+    result.
     """
     lower, weights = run.levels.lower, run.selector.weights().cpu()
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
@@ -190,7 +191,8 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
                 "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
                 "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
                 "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
-                "ratio": None, "logps": None, "old_logps": None}
+                "ratio": None, "logps": None, "old_logps": None,
+                **{name: values[p] for name, values in run.test_columns.items()}}
         if p in current:
             old = buffer[p].old_logps
             line |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),

@@ -8,6 +8,7 @@
     python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
     python eval.py answers RUN [RUN ...] --prompt TEXT  base and runs answer side by side
     python eval.py winrate generate|judge|rate ...      win rate against a reference
+    python eval.py audit RANKING --rows FILE            are the flagged rows bad? you judge 60
     python eval.py tensorboard RUN                      the metrics as event files
 """
 
@@ -15,7 +16,7 @@ import argparse
 import json
 
 import utils
-from evaluation import answers, losses, qa, rankings, report, winrate
+from evaluation import answers, audit, losses, qa, rankings, report, winrate
 from evaluation.comparison import comparison_rows, print_comparison
 from evaluation.events import write_events
 from evaluation.runs import Run, check_output
@@ -62,6 +63,15 @@ def parse_args(argv=None):
     add("--out", help="write the Markdown table here instead of printing it")
     add = command("tensorboard", "metrics and weights as TensorBoard event files", None)
     add("--out", help="folder (RUN/tensorboard)")
+    text = "judge flagged and other rows without knowing which: precision and missed share"
+    add = commands.add_parser("audit", help=text, description=text).add_argument
+    add("ranking", metavar="RANKING", help="file with reason or kept in its rows")
+    add("--rows", help="the jsonl file that was ranked (default: texts of the ranking itself)")
+    add("--count", type=int, default=30, help="flagged rows, and as many others (30)")
+    add("--seed", type=int, default=0)
+    add("--verdicts", help="file of verdicts instead of asking")
+    add("--page", help="also write the rows as a page; without --verdicts nothing is asked")
+    add("--out", help="write the verdicts here")
     text = "win rate against a reference: generate, judge, rate"
     winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
     return parser.parse_args(argv)
@@ -88,6 +98,7 @@ def main(argv=None):
         "qa": qa.run_qa,
         "answers": answers.print_answers,
         "winrate": winrate.run_winrate,
+        "audit": audit.run_audit,
         "tensorboard": lambda args: print(write_events(Run(args.runs), args.out)),
     }[args.command]
     call(args)

@@ -345,14 +345,11 @@ def _plain_head(causal_lm):
     return None if any(getattr(config, name, None) is not None for name in special) else head.weight
 
 
-def sequence_logprobs(model, batch, reference=False, kernel=None):
-    """log pi(y | x) of every packed row.
+def token_logps(model, batch, reference=False, kernel=None):
+    """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
-    model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
-    `attn_implementation=ATTENTION`. batch: input_ids (1, T), position_ids (1, T), cu_seqlens
-    (B + 1,), targets (T,), response_mask (T,). Returns (logps (B,) sums over response tokens in
-    nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
-    the model's own logits. kernel: see `token_logprobs`.
+    Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
+    `response_mask`.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if causal_lm.config._attn_implementation != ATTENTION:
@@ -368,7 +365,20 @@ def sequence_logprobs(model, batch, reference=False, kernel=None):
     else:
         hidden = packed_forward(causal_lm.base_model, batch)
         logps = token_logprobs(hidden[where], head, targets, kernel=kernel)
-    row = torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]), right=True)
+    return logps, torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]),
+                                     right=True)
+
+
+def sequence_logprobs(model, batch, reference=False, kernel=None):
+    """log pi(y | x) of every packed row.
+
+    model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
+    `attn_implementation=ATTENTION`. batch: input_ids (1, T), position_ids (1, T), cu_seqlens
+    (B + 1,), targets (T,), response_mask (T,). Returns (logps (B,) sums over response tokens in
+    nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
+    the model's own logits. kernel: see `token_logprobs`.
+    """
+    logps, row = token_logps(model, batch, reference, kernel)
     num_rows = len(batch["cu_seqlens"]) - 1
     sums = torch.zeros(num_rows, dtype=logps.dtype, device=logps.device).index_add(0, row, logps)
     return sums, torch.bincount(row, minlength=num_rows)

@@ -94,7 +94,8 @@ def add_data_arguments(group):
         help="dpo: the upper rows are preference pairs, the base is the reference")
     add("--dpo-beta", type=float, default=0.1, help="beta of --upper-loss dpo")
     add("--allow-overlap", action="store_true", help="training prompts may be held out as well")
-    add("--cache-dir", default=".cache", help="tokenised rows and base losses live here")
+    add("--cache-dir", default=".cache",
+        help="tokenised rows live here, and what the base model says of them")
 
 
 def parse(parser, argv, presets=PRESETS):

@@ -3,12 +3,34 @@
 A ranking file has one line a row, best first: row_id, hash, rank (1 is the best), kept, and more.
 """
 
-from runtime.processes import rank
+import collections
+import math
+import re
+
+import detect
+from batches import SPARE_ROW, answer_row, pack, row_losses, take, token_groups, tokens_only
+from curate import empty_prompt
+from data.tokens import special_tokens
+from logprobs import token_logps
+from models import is_sharded
+from runtime.processes import all_sum, in_step, rank, world_size
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split
 import torch
 
+CODE = re.compile(r"```|^\s*(def|class|import|#include|public|SELECT|function) |[;{]\s*$|</\w+>",
+                  re.MULTILINE)
+GROUPS = ("short", "medium", "long", "mostly ASCII", "less than 90 % ASCII", "code", "no code")
+WORST = 3  # examples of each reason
+TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
+# What a reason says about an answer, after a number of rows.
+REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "garbled",
+           "repetition": "repeating themselves", "echo": "copying the question",
+           "guidance": "against the trusted rows", "duplicate": "repeating another row",
+           "conflict": "in conflict with another answer", "unclear": "for no clear reason"}
+DETECTORS = ("end", "relevance", "fluency", "repetition", "echo", "guidance")
+EVIDENCE = ("end", "relevance", "fluency", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -43,7 +65,8 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
 def write_ranking(path, lower, scores, keep_fraction, columns):
     """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 
-    scores (N,) higher is better; columns: {name: (N,) tensor}. Returns ranks (N,), kept (N,) bool.
+    scores (N,) higher is better; columns: {name: (N,) tensor or list}. Returns ranks (N,) and kept
+    (N,) bool.
     """
     ranks = rank_rows(scores)
     kept = ranks <= round(keep_fraction * len(ranks))
@@ -54,7 +77,8 @@ def write_ranking(path, lower, scores, keep_fraction, columns):
         for block in ranks.argsort().split(ROWS_AT_ONCE):
             part = lower.select(block.tolist())
             found = {"row_id": part["row_id"][:], "hash": part["hash"][:],
-                     **{name: values[block].tolist() for name, values in columns.items()},
+                     **{name: [values[i] for i in block.tolist()] if isinstance(values, list)
+                        else values[block].tolist() for name, values in columns.items()},
                      **{name: part[name][:] for name in known}}
             yield from (dict(zip(found, row, strict=True))
                         for row in zip(*found.values(), strict=True))
@@ -111,15 +135,18 @@ def ranking_metrics(scores, bad, kinds):
     """How well low scores find bad rows, in all and by kind of fault.
 
     scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
-    bad (the bottom of the ranking, ties in row order), so precision equals recall over all kinds.
+    bad (the bottom of the ranking), so precision equals recall over all kinds. Rows that tie at the
+    border are flagged in part, each as much: the order of the file says nothing.
     Keys: auroc, precision, and auroc/KIND, recall/KIND for every kind among the bad rows (AUROC of
     a kind is against the good rows alone).
     """
     scores, bad = torch.as_tensor(scores).double(), torch.as_tensor(bad).bool()
-    flagged = torch.zeros_like(bad)
-    flagged[scores.argsort(stable=True)[: int(bad.sum())]] = True
-    metrics = {"auroc": auroc(scores, bad),
-               "precision": float(bad[flagged].double().mean()) if bad.any() else None}
+    metrics = {"auroc": auroc(scores, bad), "precision": None}
+    if bad.any():
+        border = scores.sort().values[int(bad.sum()) - 1]
+        below, tied = (scores < border).double(), (scores == border).double()
+        flagged = below + tied * ((bad.sum() - below.sum()) / tied.sum())  # (n,) in [0, 1]
+        metrics["precision"] = float(flagged[bad].double().mean())
     for kind in sorted({k for k, b in zip(kinds, bad.tolist(), strict=True) if b}):
         own = torch.tensor([k == kind for k in kinds]) & bad
         metrics[f"auroc/{kind}"] = auroc(scores[own | ~bad], own[own | ~bad])
@@ -143,3 +170,215 @@ def print_label_table(metrics, scores):
                   key=lambda k: (k.count("/"), k))
     rows = [[name, *(metrics.get(f"{name}/{key}") for key in keys)] for name in scores]
     print(table(["ranking by", *keys], rows))
+
+
+# --- row tests ------------------------------------------------------------------------------------
+
+def blank_prompt(rows, sample=500):
+    """The template around an empty question: the tokens that all prompts share.
+
+    Taken from some `sample` rows all over the file, because neighbours may ask alike.
+    """
+    places = range(0, len(rows), max(1, len(rows) // sample))
+    return empty_prompt([row["input_ids"][:row["trained"].index(1)]
+                         for row in take(tokens_only(rows), places)])
+
+
+def last_turns(model, rows, ends):
+    """One forward: (prompt, answer, logps, end logps, row loss) of the last turn of every row.
+
+    prompt, answer: tokens before the last trained run, and that run without its end tokens, the
+    last ones of the row that are in `ends`. logps, end logps: of answer and end tokens, nats, on
+    the CPU. row loss: the mean over all trained tokens, as `batches.row_losses` computes it.
+    """
+    batch = pack(rows, model.device)
+    logps, owner = token_logps(model, batch)
+    counts = torch.bincount(owner, minlength=len(rows))
+    sums = torch.zeros(len(rows), dtype=logps.dtype, device=logps.device).index_add(0, owner, logps)
+    turns = []
+    for row, own, loss in zip(rows, logps.double().cpu().split(counts.tolist()),
+                              (-sums / counts).tolist(), strict=True):
+        ids, trained = row["input_ids"], row["trained"]
+        stop = len(trained) - trained[::-1].index(1)
+        start = stop - next((n for n, t in enumerate(trained[stop - 1::-1]) if not t), stop)
+        last = stop
+        while last > start and ids[last - 1] in ends:
+            last -= 1
+        body = len(own) - (stop - last)
+        turns.append((ids[:start], ids[start:last], own[max(0, body - (last - start)):body],
+                      own[body:], loss))
+    return turns
+
+
+@torch.no_grad()
+def row_evidence(model, rows, ends, blank, label=None):
+    """What the row tests read, {name: (N,) float64}: two forwards of every row, no gradient.
+
+    ends: token ids that end a turn; blank: tokens of the blank prompt. The names are those of
+    detect.py, all of the row's last turn: end (NaN where the row has no end token), relevance,
+    fluency, repetition, copied, news, length (tokens of the answer); and loss, the mean over all
+    trained tokens. The rows are shared by all processes; each returns all of them.
+    """
+    found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
+    mine, place = range(rank(), len(rows), world_size()), rank()
+    groups = token_groups(tokens_only(rows), mine, label)
+    for group in in_step(groups, is_sharded(model)):
+        turns = last_turns(model, group or [SPARE_ROW], ends)
+        # An empty answer, an end token alone, still needs a token to be a row.
+        behind = last_turns(model, [answer_row(blank, answer or prompt[:1])
+                                    for prompt, answer, *_ in turns], ())
+        for (prompt, answer, c, end, loss), (_, _, u, _, _) in zip(turns, behind, strict=True):
+            if group is None:
+                break
+            u = u[:len(c)]
+            found[place] = torch.tensor([
+                detect.end(end), detect.relevance(c, u), detect.fluency(c),
+                detect.repetition(answer), *detect.copied(answer, prompt), len(answer), loss],
+                dtype=torch.float64)
+            place += world_size()
+    return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
+
+
+def made_faults(model, rows, ends, found, seed=0):
+    """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
+
+    Of FAULTS rows, at the price of their forward. end: cut at random between a quarter and three
+    quarters, the row's own end tokens appended. relevance: with the answer of another of these
+    rows; what that answer has behind the blank prompt is known from `found`, the numbers of all
+    rows. All processes do the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
+    cut, swapped, blanks, parts = [], [], [], []
+    for place, row in zip(places, take(tokens_only(rows), places), strict=True):
+        ids, trained = row["input_ids"], row["trained"]
+        start = len(ids) - trained[::-1].index(0) if 0 in trained else 1
+        stop = len(ids)
+        while stop > start and ids[stop - 1] in ends:
+            stop -= 1
+        if all(trained[start:]) and stop < len(ids) and stop - start >= 4:
+            at = start + int((0.25 + 0.5 * torch.rand(1, generator=generator)) * (stop - start))
+            cut.append(answer_row(ids[:at], ids[stop:]))
+        if stop > start:
+            parts.append((ids[:start], ids[start:stop]))
+            blanks.append(found["relevance"][place] - found["fluency"][place] * (stop - start))
+    swapped = [answer_row(prompt, parts[n - 1][1]) for n, (prompt, _) in enumerate(parts)]
+    losses, lengths = row_losses(model, swapped) if len(parts) > 1 else (torch.zeros(0),) * 2
+    relevance = torch.stack(blanks[-1:] + blanks[:-1]) + losses.double() * lengths if len(
+        parts) > 1 else torch.zeros(0, dtype=torch.float64)
+    made = {"relevance": detect.scaled("relevance", {
+        "relevance": relevance, "length": lengths.double()})}
+    if cut:
+        losses, lengths = row_losses(model, cut)
+        made["end"] = losses.double() * lengths
+    return made
+
+
+def end_ids(tokenizer):
+    """Token ids that end a turn, as data/tokens.py leaves or appends them."""
+    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
+
+
+def row_tests(model, lower, upper, ends, seed=0, remember=None):
+    """Every lower row tested by two forwards of the model, and by its text.
+
+    upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
+    token ids that end a turn. remember(compute): `row_evidence` of the lower rows, or what it was
+    before. Returns ({name: (N,)}: EVIDENCE, echo, surprise (nats) and reason, the place in REASONS
+    or -1; sentences on what was left out).
+    """
+    remember = remember or (lambda compute: compute())
+    found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
+                                          label="row tests"))
+    made, trusted = made_faults(model, lower, ends, found, seed), None
+    if upper is not None and "rejected_input_ids" not in upper.column_names:
+        places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
+        trusted = row_evidence(model, take(tokens_only(upper), places), ends, blank_prompt(upper),
+                               label="row tests, trusted rows")
+    texts = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
+             for pair in zip(part["prompt"], part["response"], strict=True))
+    surprise, reason, notes = verdicts(found, trusted, made, detect.text_reasons(texts))
+    return found | {"echo": detect.scaled("echo", found), "surprise": surprise,
+                    "reason": torch.tensor([-1 if name is None else list(REASONS).index(name)
+                                            for name in reason])}, notes
+
+
+def verdicts(found, trusted, made, text_reasons=()):
+    """(surprise (N,) nats, reason [N of REASONS or None], notes) from what `row_evidence` found.
+
+    A row that its text alone flags takes the smallest surprise of the flagged ones: flagged rows
+    are the most surprising ones.
+    """
+    names, notes = [name for name in DETECTORS if name in found or name == "echo"], []
+    known = detect.knows_ends(found["end"], made.get("end", found["end"][:0]))
+    if known < detect.KNOWS_ENDS:
+        names.remove("end")
+        notes.append("the model does not know where answers end (AUROC of rows cut at random "
+                     f"{known:.2f}): ends are not judged")
+    if trusted is not None:
+        foreign = detect.foreign(found, trusted, made)
+        if foreign:
+            notes.append(f"the trusted rows are of another style ({', '.join(foreign)}): there the "
+                         "file itself says what good rows look like")
+        trusted = {name: values for name, values in trusted.items() if name not in foreign}
+    surprise, flagged, reason = detect.judge(detect.surprises(found, trusted, made, names))
+    least = surprise[flagged].min() if flagged.any() else surprise.max()
+    for place, text in enumerate(text_reasons):
+        if text and not reason[place]:
+            reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
+    return surprise, reason, notes
+
+
+def columns_of_tests(tests):
+    """Columns of a ranking from `row_tests`: reason and the numbers, None where there is none."""
+    names = ("surprise", "end", "relevance", "fluency", "repetition", "echo")
+    if "reason" not in tests:  # base losses of an older run, which is continued
+        return {}
+    return {"reason": [None if place < 0 else list(REASONS)[place]
+                       for place in tests["reason"].tolist()],
+            **{name: [None if math.isnan(value) else value for value in tests[name].tolist()]
+               for name in names}}
+
+
+def groups_of(prompt, answer, length):
+    """Which of GROUPS a row is in: tests by likelihood also flag what is merely rare."""
+    text = prompt + answer
+    plain = sum(c.isascii() for c in text) / max(1, len(text))
+    return ("short" if length < 20 else "long" if length >= 200 else "medium",
+            "mostly ASCII" if plain >= 0.9 else "less than 90 % ASCII",
+            "code" if CODE.search(answer) else "no code")
+
+
+def first_look(tests, notes, rows):
+    """What a person wants to see first of `row_tests`, ready for JSON: line, notes, groups, worst.
+
+    groups: [[group, rows, flagged]] by length (tokens), language and code. worst: of each reason
+    the WORST most surprising rows, {row_id, reason, surprise, prompt, response}.
+    """
+    reasons, counts, worst = columns_of_tests(tests)["reason"], {}, collections.defaultdict(list)
+    start = 0
+    for part in rows.select_columns(["prompt", "response"]).iter(batch_size=10_000):
+        for place, texts in enumerate(zip(part["prompt"], part["response"], strict=True), start):
+            for group in groups_of(*texts, float(tests["length"][place])):
+                own = counts.setdefault(group, [group, 0, 0])
+                own[1] += 1
+                own[2] += reasons[place] is not None
+        start += len(part["prompt"])
+    for place in tests["surprise"].argsort(descending=True).tolist():
+        if reasons[place] and len(worst[reasons[place]]) < WORST:
+            row = rows[place]
+            worst[reasons[place]].append({
+                "row_id": row["row_id"], "reason": reasons[place], "prompt": row["prompt"],
+                "response": row["response"], "surprise": float(tests["surprise"][place])})
+    return {"line": bad_rows_line(reasons), "notes": notes,
+            "groups": [counts[group] for group in GROUPS if group in counts],
+            "worst": [row for own in worst.values() for row in own]}
+
+
+def bad_rows_line(reasons):
+    """"12 of 90 rows look bad: 7 cut short, 5 of another question."; reasons: one a row or None."""
+    counts = collections.Counter(reason for reason in reasons if reason)
+    if not counts:
+        return f"None of {len(reasons)} rows looks bad."
+    return (f"{sum(counts.values())} of {len(reasons)} rows look bad: " + ", ".join(
+        f"{count} {REASONS.get(reason, reason)}" for reason, count in counts.most_common()) + ".")

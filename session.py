@@ -10,6 +10,7 @@ rows (levels: data sets; lower, upper: their tokens alone), the steps, the model
 """
 
 import contextlib
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
-from runtime.cache import cached_losses
+from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
 from selector import Selector
 from upper import reference_margins
@@ -184,7 +185,8 @@ def start(run, selects=True):
         run.selector.load_state_dict(run.saved["selector"])
         for name, optimizer in run.optimizers.items():
             optimizer.load_state_dict(run.saved[name])
-    run.base_losses = None if args.skip_scores else base_losses(run)
+    run.tests = {} if args.skip_scores else base_tests(run)
+    run.base_losses, run.test_columns = run.tests.get("losses"), ranking.columns_of_tests(run.tests)
     run.reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
         run.reference = reference_margins(
@@ -212,32 +214,43 @@ def before_training(run, file):
     return contextlib.nullcontext()
 
 
-def base_losses(run):
-    """Every lower row's loss before training; kept in the run folder.
+def base_tests(run):
+    """{"losses": every lower row's loss before training, and `ranking.row_tests`}, (N,) each.
 
-    Computed once for a base model and rows on a machine, not once a run: see runtime/cache.py.
+    Computed once and kept in the run folder; tests.json has what the report shows of them. The
+    forwards of every row are made once for a base model and rows, not once a run: runtime/cache.py.
     """
-    file = run.out / "weights" / "base_losses.safetensors"
-    losses = folder.read_once(file, lambda f: load_file(f)["losses"].view(run.num_rows))
-    if losses is None:
-        def compute():
-            with before_training(run, file):
-                return row_losses(run.model, run.levels.lower, label="base losses")[0]
+    file, lower = run.out / "weights" / "base_losses.safetensors", run.levels.lower
+    saved = folder.read_once(file, lambda f: {
+        name: tensor.view(run.num_rows) for name, tensor in load_file(f).items()})
+    if saved is None:
+        with before_training(run, file):
+            ends = ranking.end_ids(run.tokenizer)
+            remember = None if run.args.adapter else functools.partial(
+                cached_columns, run.args.cache_dir, what_decides_evidence(run, ends),
+                ranking.EVIDENCE, run.num_rows)
+            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper, ends,
+                                             run.args.seed, remember)
+        losses = tests.pop("loss")
+        saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
+        folder.write_once(run.out / "tests.json", json.dumps(
+            ranking.first_look(tests, notes, lower)) + "\n")
+        folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
+    return saved
 
-        losses = compute() if run.args.adapter else cached_losses(
-            run.args.cache_dir, what_decides_losses(run), run.num_rows, compute)
-        folder.write_once(file, save({"losses": losses.contiguous()}))
-    return losses
 
+def what_decides_evidence(run, ends):
+    """All that fixes the bits of what the base model says of the lower rows, as JSON values.
 
-def what_decides_losses(run):
-    """Everything that fixes the bits of the base model's losses of the lower rows, as JSON."""
+    An adapter that a run begins with is not in it (its alpha is no weight): no cache there.
+    """
     sizes = run.model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
         sizes.pop(name, None)
     return {"environment": folder.environment(run.device, run.model.dtype), "model": run.weights,
             "rows": sets.rows_hash(run.levels.lower), "sizes": json.dumps(sizes, default=str),
-            "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp}
+            "ends": sorted(ends), "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE,
+            "fsdp": run.args.fsdp}
 
 
 def base_metrics(run):
@@ -280,7 +293,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if scores:
         ranks, kept = ranking.write_ranking(
             run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
-            {"weight": run.selector.weights().cpu(), **columns})
+            {"weight": run.selector.weights().cpu(), **columns, **run.test_columns})
         write_shown(run, ranks)
         result |= kept_losses(run, kept, more)
     labels = ranking.label_metrics(lower, scores)

@@ -15,13 +15,14 @@ import utils
 from baselines import scores
 from baselines.dsir import dsir_scores
 from baselines.less import run_less
+from baselines.tests import score_by_tests
 from data import sets, sources
 from runtime import command, processes
 from toy import corpus
 from utils import UserError
 
-METHODS = ("random", "dsir", "less", "loss", "length", "ifd")
-NEEDS_UPPER, NEEDS_MODEL = ("dsir", "less"), ("less", "loss", "ifd")
+METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests")
+NEEDS_UPPER, NEEDS_MODEL = ("dsir", "less"), ("less", "loss", "ifd", "tests")
 # Flags of the training scripts that mean the same here, with their one home there: how rows are
 # read, and these.
 SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
@@ -82,6 +83,8 @@ def parse_args(argv=None):
     toy_run = (first.lower, first.upper, first.model) == (None,) * 3
     if toy_run or first.preset:
         parser.set_defaults(model=str(corpus.MODEL), **TOY)
+    if first.method == "tests":
+        parser.set_defaults(keep_fraction=None)  # the rows that do not look bad
     args = parser.parse_args(argv)
     args.toy = toy_run
     check_args(args)
@@ -96,7 +99,7 @@ def check_args(args):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     for name in ("keep_fraction", "warmup_fraction"):
-        if not 0 < getattr(args, name) <= 1:
+        if getattr(args, name) is not None and not 0 < getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in (0, 1]")
     if not 0 < args.lr < math.inf or args.project < 0:
         raise UserError("--lr must be a finite number above 0, --project 0 or more")
@@ -149,6 +152,12 @@ def score_rows(args, levels):
                                args.four_bit)
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
+    if args.method == "tests":
+        values, columns = score_by_tests(model, models.load_tokenizer(args.model), levels,
+                                         args.seed)
+        if args.keep_fraction is None:
+            args.keep_fraction = columns["reason"].count(None) / len(lower)
+        return values, columns
     ratios = scores.ifd_ratios(model, lower)
     return scores.ifd_scores(ratios, args.ifd_order), {"ifd": ratios}
 
@@ -158,10 +167,11 @@ def main(argv=None):
     started = time.perf_counter()
     levels = open_levels(args)
     lower = levels.lower
-    if not round(args.keep_fraction * len(lower)):
+    if args.keep_fraction is not None and not round(args.keep_fraction * len(lower)):
         raise UserError(f"--keep-fraction {args.keep_fraction} of {len(lower)} rows keeps none")
     print(f"{args.method}: {len(lower)} lower rows" + (
-        f", {len(levels.upper)} upper rows" if args.method in NEEDS_UPPER else ""), flush=True)
+        f", {len(levels.upper)} upper rows" if args.method in (*NEEDS_UPPER, "tests")
+        and levels.upper is not None else ""), flush=True)
     values, columns = score_rows(args, levels)
     if not torch.isfinite(values).all():
         bad = lower[int((~torch.isfinite(values)).nonzero()[0])]["row_id"]

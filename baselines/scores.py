@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 import batches
-from batches import answer_row, prompt_of, response_of, row_losses
-from curate import empty_prompt
+from batches import answer_row, response_of, row_losses
+from ranking import blank_prompt
 
 TEXTS_AT_ONCE = 10_000
 ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
@@ -43,15 +43,6 @@ def length_scores(rows):
 def loss_scores(model, rows):
     """Minus the mean loss over response tokens of every row, (N,) float64, nats."""
     return -row_losses(model, rows, label="loss")[0].double()
-
-
-def blank_prompt(rows, sample=500):
-    """The template around an empty question: the tokens that all prompts share.
-
-    Taken from some `sample` rows all over the file, because neighbours may ask alike.
-    """
-    places = range(0, len(rows), max(1, len(rows) // sample))
-    return empty_prompt([prompt_of(row) for row in batches.take(batches.tokens_only(rows), places)])
 
 
 def ifd_ratios(model, rows):

@@ -3,7 +3,7 @@
 The page is a single file: plots are inline SVG, there is no script and no request; a content policy
 in the page forbids both, so text of a data set can do no harm even where escaping it failed. Every
 text of the data is escaped, direction-isolated and cut visibly. Texts come from the run folder
-alone, from shown.jsonl and curated.jsonl: the source may have changed since, or be gone.
+alone, from tests.json, shown.jsonl and curated.jsonl: the source may have changed, or be gone.
 """
 
 import collections
@@ -12,6 +12,7 @@ from pathlib import Path
 import utils
 from evaluation import plots
 from evaluation.comparison import check_same_data, comparison_cells, comparison_rows
+from evaluation.flagged import flagged_section, opening_line
 from evaluation.health import headline_figures, health, label_metric, label_table, run_checks
 from evaluation.rankings import ranking_ends
 from evaluation.runs import check_output, each_curated, read_shown
@@ -24,6 +25,7 @@ from evaluation.texts import (
     one_line,
     plain,
 )
+from ranking import REASONS
 from utils import UserError
 
 TEXT = 700     # characters of a prompt or an answer that are shown
@@ -44,11 +46,15 @@ def labelled_text(label, text):
 
 def row_card(row, texts):
     """One row of the data: what is known about it, then its texts [(label, text)]."""
-    facts = [f"rank {row['rank']}", f"row {row['row_id']}"]
+    facts = [f"rank {row['rank']}"] if "rank" in row else []
+    facts.append(f"row {row['row_id']}")
     facts += [f"{label} {row[key]:.3f}" for key, label in
               (("weight", "weight"), ("base_loss", "base loss"), ("final_loss", "final loss"),
-               ("margin", "margin")) if isinstance(row.get(key), (int, float))]
-    tags = [tag for tag in (row.get("kind"), "masked" if row.get("masked") else None,
+               ("margin", "margin"), ("surprise", "surprise"))
+              if isinstance(row.get(key), (int, float))]
+    reason = row.get("reason")
+    tags = [tag for tag in (reason and REASONS.get(reason, reason), row.get("kind"),
+                            "masked" if row.get("masked") else None,
                             "bad" if row.get("bad") and not row.get("kind") else None) if tag]
     return (f'<article class="row"><header>{escaped_html(" · ".join(facts))} '
             + " ".join(f'<span class="tag">{escaped_html(one_line(tag))}</span>' for tag in tags)
@@ -149,8 +155,8 @@ def first_screen(run):
     tiles = "".join(f'<div class="tile"><span>{escaped_html(label)}</span>'
                     f"<strong>{escaped_html(text)}</strong></div>"
                     for label, text in headline_figures(run))
-    return (f'<p class="verdict {kind}">{headline}</p><div class="tiles">{tiles}</div>'
-            f'<ul class="checks">{items}</ul>')
+    return (f'{opening_line(run)}<p class="verdict {kind}">{headline}</p>'
+            f'<div class="tiles">{tiles}</div><ul class="checks">{items}</ul>')
 
 
 def selector_table(run):
@@ -164,7 +170,8 @@ def selector_table(run):
 def details(run):
     """Everything below the first screen."""
     labels = label_table(run)
-    parts = [f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>']
+    parts = [flagged_section(run, row_card),
+             f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>']
     if table := selector_table(run):
         parts.append("<h2>Selector</h2>" + table)
     if labels:

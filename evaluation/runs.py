@@ -18,8 +18,8 @@ from utils import UserError
 
 # Files and folders that training and `eval.py losses` write and that this package reads.
 RUN_FILES = ("config.json", "metrics.jsonl", "result.json", "base.json", "losses.json",
-             "weights.jsonl", "curated.jsonl", "shown.jsonl", "weights", "adapter", "checkpoints",
-             "merged", "run.lock")
+             "weights.jsonl", "curated.jsonl", "shown.jsonl", "tests.json", "weights", "adapter",
+             "checkpoints", "merged", "run.lock")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -41,10 +41,13 @@ RANKING = {"row_id": WHOLE, "hash": TEXT, "rank": NUMBER}
 # More columns of a ranking: all rows have one, or none has it.
 COLUMNS_OF_RANKING = {"kept": FLAG, "weight": NUMBER, "masked": FLAG, "base_loss": NUMBER,
                       "final_loss": NUMBER, "length": NUMBER, "bad": FLAG}
+# What row tests say; null where a test has nothing to judge.
+TESTED = {"reason": TEXT, **dict.fromkeys(("surprise", "end", "relevance", "fluency", "repetition",
+                                           "echo"), NUMBER)}
 SHOWN = {"row_id": WHOLE, "hash": TEXT, "prompt": TEXT, "response": TEXT}
 CURATED = RANKING | SHOWN | {"kept": FLAG}
-MORE_OF_CURATED = COLUMNS_OF_RANKING | {"refined": TEXT, "recommended": TEXT, "margin": NUMBER,
-                                        "kind": TEXT}
+MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {
+    "refined": TEXT, "recommended": TEXT, "margin": NUMBER, "kind": TEXT}
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
     **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,
@@ -205,7 +208,7 @@ def read_ranking(path):
     """The rows of `weights.jsonl`, `kept.jsonl` or another ranking, in the order of the file."""
     rows, columns = [], None
     for place, row in each_line(path):
-        check_entry(place, row, RANKING, {"kind": TEXT})
+        check_entry(place, row, RANKING, TESTED | {"kind": TEXT})
         own = {key: kind for key, kind in COLUMNS_OF_RANKING.items() if key in row}
         columns = own if columns is None else columns
         if own.keys() != columns.keys():

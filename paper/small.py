@@ -114,10 +114,11 @@ def print_minutes(run):
     lower = run.num_rows * mean["lower"]
     held_out = batches.count_tokens(run.levels.upper_heldout)
     hat = bool(args.correction)
-    # theta's step on both levels and omega's forward; theta_hat's step and forward; then the
-    # losses of every row and of the held-out ones, before and after.
+    # theta's step on both levels and omega's forward; theta_hat's step and forward; then the row
+    # tests (two forwards), the final losses of every row, and the held-out rows before and after.
     steps = run.num_rows * (mean["lower"] + mean["upper"]) + hat * lower
-    forwards = lower + hat * lower + (2 + hat) * lower + 2 * held_out
+    forwards = (1 + hat) * lower + 2 * (lower + 300 * mean["upper"]) + (1 + hat) * lower \
+        + 2 * held_out
     masked = round(args.ratio_masked * run.num_rows)
     answers = masked / 2 + masked + len(run.levels.upper_heldout)
     forwards += answers * (mean["lower"] + mean["upper"])  # their prompts, and scores of both texts

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from conftest import CHATML, make_rows, make_tokenizer, write_rows
 
@@ -21,10 +22,10 @@ def row(last, complete=True):
     ([row(EOS)], {EOS}),
     ([row(9, complete=False), row(TURN_END)], {EOS, TURN_END}),  # a cut row ends anywhere
     ([row(9, complete=False)], {EOS}),
-    ([row(9, complete=False)] * 100 + [row(TURN_END)], {EOS})],
+    ([row(9, complete=False)] * 100 + [row(TURN_END)], {EOS, TURN_END})],  # the longest first
     ids=["chat", "plain", "after a cut row", "cut rows alone", "a hundred cut rows"])
 def test_end_tokens(rows, ends):
-    assert curate.end_tokens(rows, TOKENIZER) == ends
+    assert curate.end_tokens(datasets.Dataset.from_list(rows), TOKENIZER) == ends
 
 
 def test_end_tokens_of_a_chat_template_and_of_a_plain_one(tmp_path):

@@ -45,7 +45,12 @@ def test_a_file_of_ours_that_is_missing_is_a_traceback(capfd, number):
         command.run(fails_with(number, "toy/model/config.json"))
     assert caught.value.errno == number and "error: " not in capfd.readouterr().err
     with pytest.raises(FileNotFoundError):
-        command.run(lambda: os.stat("nowhere/at-all.txt"))
+        command.run(lambda: os.stat(ROOT / "at-all.txt"))
+
+
+def test_a_folder_that_has_disappeared_is_one_line(refused):
+    assert refused(lambda: os.stat("nowhere/at-all.txt")).startswith(
+        "error: nowhere/at-all.txt: No such file or directory; its folder has disappeared")
 
 
 # --- a reader that has gone -----------------------------------------------------------------------

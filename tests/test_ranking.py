@@ -1,4 +1,4 @@
-"""eval.py: losses against plain forwards and real generation, rankings against pair counting."""
+"""Losses against plain forwards and real generation, rankings against counting pairs."""
 
 import itertools
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 from conftest import make_llama, make_rows, write_rows
 
-import data
-import eval as evaluation
+import batches
 import logprobs
-from eval import auroc, exact_match, mean_losses, ranking_metrics, row_losses
+from batches import exact_match, mean_losses, row_losses
+from data import tokens
+from ranking import auroc, ranking_metrics
+from utils import table
 
 # --- rankings -------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ def rows(tmp_path, folders):
 
     tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
     path = write_rows(tmp_path / "rows.jsonl", make_rows(25, seed=21))
-    return data.load_rows(path, tokenizer, cache_dir=tmp_path / "cache")[0], tokenizer
+    return tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "cache")[0], tokenizer
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def plain_loss(plain, row):
 @pytest.mark.parametrize("tokens", [1, 60, 4096])
 def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, tokens):
     """Eq. SFT_def over the response length, each row alone; however many go into one forward."""
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", tokens)
+    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", tokens)
     packed, plain = models
     losses, lengths = row_losses(packed, rows[0])
     expected = [plain_loss(plain, row) for row in rows[0]]
@@ -114,15 +116,15 @@ def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, to
 
 
 def test_token_groups_hold_every_row_once(monkeypatch, rows):
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 70)
-    tokens = data.tokens_only(rows[0])
-    groups = [data.pack(group) for group in evaluation.token_groups(tokens, range(25))]
+    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 70)
+    tokens = batches.tokens_only(rows[0])
+    groups = [batches.pack(group) for group in batches.token_groups(tokens, range(25))]
     assert len(groups) > 5
     ids = [group["input_ids"][0].tolist() for group in groups]
     assert list(itertools.chain(*ids)) == list(itertools.chain(*rows[0]["input_ids"]))
     for group in groups:
         assert len(group["input_ids"][0]) <= 70 or len(group["cu_seqlens"]) == 2
-    assert list(evaluation.token_groups(tokens, [])) == []
+    assert list(batches.token_groups(tokens, [])) == []
 
 
 def test_eq_exact_match_is_greedy_generation(rows, models):
@@ -152,6 +154,21 @@ def test_eq_exact_match_is_greedy_generation(rows, models):
 # --- tables and results ---------------------------------------------------------------------------
 
 def test_table_aligns_and_rounds():
-    text = evaluation.table(["name", "x"], [["a", 1.23456], ["long name", None], ["b", 3]])
+    text = table(["name", "x"], [["a", 1.23456], ["long name", None], ["b", 3]])
     assert text.splitlines() == ["name            x", "-----------------", "a          1.2346",
                                  "long name       -", "b               3"]
+
+
+def test_precision_and_recall_do_not_depend_on_the_files_order():
+    """Ties at the border: the mean over all orders of the file, which rounding alone moves."""
+    scores, bad = [0.0, 1, 1, 1, 1, 2, 2], [True, True, False, True, False, False, True]
+    kinds = ["a", "a", "", "b", "", "", "b"]
+    expected = ranking_metrics(scores, bad, kinds)
+    # Four are flagged: the one below, and three of the four that tie, two of which are bad.
+    assert expected["precision"] == pytest.approx((1 + 2 * 3 / 4) / 4)
+    assert expected["recall/a"] == pytest.approx((1 + 3 / 4) / 2)
+    assert expected["recall/b"] == pytest.approx((3 / 4 + 0) / 2)
+    for seed in range(5):
+        order = torch.randperm(7, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert ranking_metrics(*([values[i] for i in order] for values in (
+            scores, bad, kinds))) == pytest.approx(expected)

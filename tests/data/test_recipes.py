@@ -3,14 +3,13 @@
 import gzip
 import json
 
-import loading
 import pyarrow
 import pyarrow.parquet
 import pytest
-import recipes
 from conftest import listing, read_rows, write_rows
 
-import data
+import models
+from data import recipes, tokens
 from utils import UserError
 
 
@@ -81,10 +80,10 @@ def test_recipes_too_small_copies_are_shared(copies, tmp_path, capsys):
 
 
 def test_recipes_are_read_by_training(copies, tmp_path, folders):
-    tokenizer = loading.load_tokenizer(folders["llama"])
+    tokenizer = models.load_tokenizer(folders["llama"])
     for name, count in (("redorca", 56), ("rm-hh-rlhf", 4), ("alpaca-cleaned", 5)):
         path = recipes.resolve(f"{name}:{copies}", tmp_path / "cache")
-        rows, _ = data.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
+        rows, _ = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
         assert len(rows) == count
         if name == "redorca":
             assert sum(rows["bad"]) == 30 and rows[0]["kind"] == "red-team"
@@ -135,7 +134,7 @@ def test_recipes_bad_sources(copies, tmp_path, monkeypatch):
         recipes.resolve(f"alpaca-cleaned:{tmp_path}", cache)
     red = copies / recipes.RED_TEAM[0] / recipes.RED_TEAM[1]
     red.write_bytes(red.read_bytes()[:40])
-    with pytest.raises(UserError, match=r"not a valid jsonl\.gz"):
+    with pytest.raises(UserError, match=r"Compressed file ended"):
         recipes.resolve(f"red-team:{copies}", cache)
     write_rows(copies / "Open-Orca/SlimOrca" / recipes.SLIMORCA[1], [{"conversation": []}])
     with pytest.raises(UserError, match=r"row 0: not a row of this data set.*conversations"):

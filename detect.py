@@ -1,0 +1,396 @@
+"""Row tests: which rows of a fine-tuning set look bad, and what is wrong with each.
+
+A row is a question x and an answer y of T tokens, then end tokens. Two forward passes of one model,
+no training: c_t = log p(y_t | x, y_<t), and u_t, the same behind the *blank* prompt, the template
+around an empty question. The end tokens are kept apart from both.
+
+    detector     value, higher is worse                       finds                    forwards
+    end          E = -log p(end | x, y)                       cut short; runs on       c
+    relevance    M = sum_t (u_t - c_t), over sqrt(T)          another question's       c, u
+                                                              answer, a refusal
+    fluency      -mean_t c_t                                  garbled                  c
+    repetition   share of repeated 4-grams of the answer      repeats itself           none
+    echo         -M / T where the answer is copied from x     copies the question      c, u
+                 and says nothing new
+    order        sum_t (c_t of y shuffled - c_t of y)         garbled (optional)       c, one more
+    guidance     L(theta) - A L(theta_hat)                    contradicts the trusted  a run's
+                                                              rows (optional)          last
+
+c costs the tokens of every row and u those of every answer. Training computes every row's loss
+first in any case and c with it, so the default set costs the forward of u more.
+
+Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
+rows a frequent fault hides itself.
+ 1. Trusted rows: p-values among those of about the same answer length, with an exponential tail
+    beyond their worst tenth (`surprise`, `banded_surprise`).
+ 2. None: faults made from the file's own rows, cut at random places and with answers exchanged, say
+    what bad values of E and M look like. The largest part of the file that they can explain is
+    taken out, the rest is the null (`without_made`). For the loss, Efron's empirical null: the mode
+    of the file, and the spread on its good side (`good_side`).
+ 3. Repetition and echo are zero on most good rows: fixed scales (`SCALES`).
+The surprise of a row is -ln p, its score the largest one over the detectors, and the detector that
+wins is the reason; `unclear` where the runner-up is about as strong.
+
+Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
+arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Empirical null: Efron, JASA
+99 (2004); its mode: half samples, Bickel and Fruehwirth 2006. The share that made faults explain:
+the mixture proportion of Blanchard, Lee and Scott, JMLR 11 (2010). Flags: Benjamini and Hochberg
+1995. Exponential tail: peaks over threshold, shape zero. Minhash: Broder 1997.
+
+Blind spots. A wrong number, name or negation in a fluent answer is invisible to all of them. An
+answer cut at the end of a sentence looks finished to a small model, and the answer to a neighbour's
+question nearly right. What is rare looks bad: see who is flagged by length, language and code.
+Without trusted rows a loss that most rows share *is* the null, and so is a short boilerplate. A row
+cut by a length limit has no end to judge.
+
+Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
+"""
+
+import math
+import operator
+import re
+import zlib
+from array import array
+
+import torch
+
+TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
+BAND = 80             # null rows in a band of answer length, at least
+MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
+GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
+FDR = 0.1             # expected share of good rows among the flagged
+FOREIGN = 0.2         # share of a file's good rows beyond 95 % of the trusted ones: another style
+KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
+# p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
+SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
+COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
+MADE = ("end", "relevance")  # detectors whose bad values are known from made faults
+SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
+             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+def end(logps):
+    """E = -sum of the end tokens' log-probs (n,), nats; NaN where there is no end to judge."""
+    return -float(logps.double().sum()) if len(logps) else math.nan
+
+
+def relevance(given, blank):
+    """M = sum_t (u_t - c_t), nats: minus what the question tells about the answer.
+
+    given, blank (T,): log-probs of the answer's tokens behind its own and the blank prompt. About
+    zero or above: the question does not help. A sum, so that a long answer counts for more.
+    """
+    return float((blank.double() - given.double()).sum())
+
+
+def fluency(given):
+    """The mean loss of the answer's tokens (T,), nats a token; 0 for an empty answer."""
+    return -float(given.double().mean()) if len(given) else 0.0
+
+
+def order(given, shuffled):
+    """sum_t c_t of the shuffled answer minus the same of the answer, nats; near zero: garbled."""
+    return float(shuffled.double().sum() - given.double().sum())
+
+
+def _grams(tokens, size):
+    return [tuple(tokens[i:i + size]) for i in range(len(tokens) - size + 1)]
+
+
+def repetition(answer, size=4):
+    """Share of the answer's n-grams that occurred before in it, 0 to 1."""
+    grams = _grams(answer, size)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def copied(answer, prompt, size=3):
+    """(share of the answer's n-grams that stand in the prompt, share of its tokens that do not)."""
+    known, words, grams = set(_grams(prompt, size)), set(prompt), _grams(answer, size)
+    return (sum(gram in known for gram in grams) / len(grams) if grams else 0.0,
+            sum(token not in words for token in answer) / max(1, len(answer)))
+
+
+# --- one value a row ------------------------------------------------------------------------------
+
+def guidance(losses, attained, correction=1.0):
+    """L(theta) - A L(theta_hat), (N,): the loss that only the trusted rows object to."""
+    return losses - correction * attained
+
+
+def echo(relevances, lengths, shares, news):
+    """-M / T where the answer is copied and says nothing new, else NaN; all (N,).
+
+    shares, news: of `copied`. A low M alone is what every good rewriting task has, and a short
+    answer may well be a span of its question.
+    """
+    copies = (shares >= COPIED) & (news <= NEWS) & (lengths >= ECHO_LENGTH)
+    return torch.where(copies, -relevances / lengths.clamp_min(1), torch.nan)
+
+
+def scaled(name, found):
+    """The values (N,) that a detector compares: nulls need rows of other lengths to be alike.
+
+    found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
+    when the question says nothing.
+    """
+    if name == "echo":
+        return echo(found["relevance"], found["length"], found["copied"], found["news"])
+    root = found["length"].clamp_min(1).sqrt() if name == "relevance" else 1.0
+    return found[name] / root
+
+
+# --- nulls ----------------------------------------------------------------------------------------
+
+def mode(values):
+    """Where values (n,) are densest: half-samples, the shorter half again and again (Bickel)."""
+    values = values.sort().values
+    while len(values) > 20:  # the mean of the last few: a single gap must not decide
+        half = (len(values) + 1) // 2
+        start = int((values[half - 1:] - values[:len(values) - half + 1]).argmin())
+        values = values[start:start + half]
+    return values.mean()
+
+
+def good_side(values, name=None, centre=mode):
+    """Efron's empirical null of values (n,) of which some are bad, and bad ones lie above.
+
+    The values up to the centre, and their mirror images above it: a sample (m,), m <= 2 n. On the
+    scale on which a detector is about symmetric: the cube root of E (a gamma-like sum: Wilson and
+    Hilferty), the logarithm of a loss.
+    """
+    there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
+    values = there(values)
+    below = values[values <= centre(values)]
+    return back(torch.cat([below, 2 * centre(values) - below]))
+
+
+def surprise(values, null):
+    """-ln p of values (N,) among good rows' values, the null (n,); NaN values give 0.
+
+    p is the share of the null at or above a value, by (1 + count) / (1 + n). Beyond the null's
+    worst tenth, p = 0.1 exp(-(value - q) / s) with q its 90 % point and s the mean excess: an
+    exponential tail, so that values beyond every null row still differ.
+    """
+    null = null[~null.isnan()].sort().values
+    if not len(null):
+        return torch.zeros_like(values)
+    known = values.nan_to_num(-math.inf)
+    above = len(null) - torch.searchsorted(null, known, right=False)
+    found = -((1 + above) / (1 + len(null))).log()
+    point = torch.quantile(null, 1 - TAIL)
+    excess = null[null > point] - point
+    scale = max(float(excess.mean()) if len(excess) else 0.0, 1e-9)
+    tail = -math.log(TAIL) + (known - point) / scale
+    return torch.where(known > point, tail, found)
+
+
+def bands(lengths, of, size=BAND):
+    """Bands of answer length: for every row (N,) of `lengths` the number of its band.
+
+    The bands hold equally many of the rows `of` (n,), at least `size` of them, at most four.
+    """
+    count = min(4, max(1, len(of) // size))
+    edges = torch.quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count)
+    return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
+
+
+def banded_surprise(values, lengths, null=None, null_lengths=None, name=None):
+    """`surprise` of values (N,) against the null rows of about the same length.
+
+    null, null_lengths (n,): trusted rows; None: the good side of the values of each band, on the
+    scale of the detector `name`.
+    """
+    trusted = null is not None
+    null, null_lengths = (null, null_lengths) if trusted else (values, lengths)
+    own, other = bands(lengths, null_lengths), bands(null_lengths, null_lengths)
+    found = torch.zeros_like(values)
+    for band in own.unique().tolist():
+        sample = null[other == band]
+        sample = sample[~sample.isnan()]
+        if len(sample):
+            found[own == band] = surprise(values[own == band], sample if trusted
+                                          else good_side(sample, name))
+    return found
+
+
+def without_made(values, made):
+    """The null in values (n,) of which some are bad like `made` (m,), values of faults on purpose.
+
+    With S the share of rows at or above a value: pi = min_t S(t) / S_made(t) over the made values'
+    10 to 95 % points is the largest share of the file that such faults can explain, and
+    S_0 = (S - pi S_made) / (1 - pi), made monotone, is the rest. Returns (its quantiles, pi).
+    """
+    values, made = (x[~x.isnan()].sort().values for x in (values, made))
+
+    def above(sample, at):
+        return 1 - torch.searchsorted(sample, at).double() / len(sample)
+
+    at = torch.quantile(made, torch.arange(2, 15, dtype=torch.float64) / 20)
+    share = min(0.95, float((above(values, at) / above(made, at)).min()))
+    rest = ((above(values, values) - share * above(made, values)) / (1 - share)).clamp(0, 1)
+    rest = rest.cummin(0).values
+    count = max(50, round(len(values) * (1 - share)))
+    wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    places = torch.searchsorted(-rest, -wanted).clamp_max(len(values) - 1)
+    return values[places], share
+
+
+def fixed_surprise(values, start, scale):
+    """-ln p of values (N,) by a fixed tail p = TAIL exp(-(value - start) / scale); 0 below it."""
+    values = values.nan_to_num(-math.inf)
+    return torch.where(values > start, -math.log(TAIL) + (values - start) / scale, 0.0)
+
+
+def knows_ends(ends, cut):
+    """AUROC of E on complete rows (n,) against rows cut at random (m,): ties count one half."""
+    ends, cut = ends[~ends.isnan()].sort().values, cut[~cut.isnan()]
+    if not len(ends) or not len(cut):
+        return 0.0
+    below = torch.searchsorted(ends, cut) + torch.searchsorted(ends, cut, right=True)
+    return float(below.double().mean() / 2 / len(ends))
+
+
+def file_null(name, values, made=None):
+    """What good values (m,) of a detector are, from a file's own values (N,), some of them bad.
+
+    made: {"end": (m,), "relevance": (m,)} of `scaled` values of faults made on purpose, see
+    `without_made`; a detector that it lacks takes the good side of the file.
+    """
+    values = values[~values.isnan()]
+    if made is None or name not in made:
+        return good_side(values, name)
+    null, _ = without_made(values, made[name])
+    # About symmetric around its median, and no fault is too sure of its end.
+    return good_side(null, name, torch.median) if name == "end" else null
+
+
+def foreign(found, trusted, made=None):
+    """Detectors under which the trusted rows are of another kind than the file's good rows.
+
+    Of the file's own null, more than FOREIGN is then among the trusted rows' worst twentieth: a
+    matter of style, not of faults. Arguments of `surprises`.
+    """
+    names = []
+    for name in set(trusted) & set(found) & {"end", "relevance", "fluency", "order"}:
+        values = scaled(name, found)
+        if not values.isnan().all() and not trusted[name].isnan().all():
+            own = file_null(name, values, made)
+            usual = scaled(name, trusted)
+            limit = torch.quantile(usual[~usual.isnan()], 0.95)
+            if float((own > limit).double().mean()) > FOREIGN:
+                names.append(name)
+    return sorted(names)
+
+
+def surprises(found, trusted=None, made=None, names=None):
+    """-ln p of every row under every detector, {name: (N,)}.
+
+    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, repetition, copied,
+    news, length and, as wanted, order and guidance. A detector that `trusted` lacks is compared
+    with the file's own null, see `file_null` for it and `made`; `foreign` says which to leave out.
+    names: the detectors; None: all that `found` has the numbers for.
+    """
+    known = ("end", "relevance", "fluency", "repetition", "echo", "order", "guidance")
+    surprising = {}
+    for name in names or [name for name in known if name in found or name == "echo"]:
+        values = scaled(name, found)
+        if name in SCALES:
+            surprising[name] = fixed_surprise(values, *SCALES[name])
+        elif trusted is not None and name in trusted:
+            surprising[name] = banded_surprise(values, found["length"], scaled(name, trusted),
+                                               trusted["length"])
+        elif made is not None and name in made:
+            surprising[name] = surprise(values, file_null(name, values, made))
+        else:
+            surprising[name] = banded_surprise(values, found["length"], name=name)
+    return surprising
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+def judge(surprising, fdr=FDR):
+    """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
+
+    score: the largest surprise, nats. Its p-value is 1 - (1 - exp(-score))^K for K detectors; the
+    rows that Benjamini and Hochberg reject at `fdr` are flagged. reason: the detector that wins,
+    "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A garbled
+    answer has a strange end and fits no question: a fluency below p = 0.01 explains both.
+    """
+    names, table = list(surprising), torch.stack(list(surprising.values()), dim=1)
+    score = table.amax(dim=1)
+    chance = -torch.expm1(len(names) * torch.log1p(-(-score).exp().clamp_max(1 - 1e-12)))
+    ordered = chance.sort().values
+    level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))
+    passed = (ordered <= level).nonzero().flatten()
+    flagged = chance <= (ordered[passed[-1]] if len(passed) else -1.0)
+    reasons = [_reason(dict(zip(names, row, strict=True))) if bad else None
+               for bad, row in zip(flagged.tolist(), table.tolist(), strict=True)]
+    return score, flagged, reasons
+
+
+def _reason(row):
+    """The detector that wins among {name: surprise} of one row, or "unclear"."""
+    ordered = sorted(row, key=lambda name: -row[name])
+    if ordered[0] in ("end", "relevance") and row.get("fluency", 0.0) > GARBLED:
+        return "fluency"
+    close = len(ordered) > 1 and row[ordered[0]] - row[ordered[1]] < MARGIN
+    return "unclear" if close else ordered[0]
+
+
+# --- texts alone ----------------------------------------------------------------------------------
+
+HASHES, ROWS_PER_BAND = 16, 4  # minhashes of a row, in bands of four
+SHINGLE = 5                    # words
+ALIKE = 0.8                    # share of equal minhashes from which two rows are the same
+CLOSED = 12                    # words: at most so many make an answer that can contradict another
+_PRIME = 2**31 - 1
+_FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
+
+
+def plain_words(text):
+    """Words in lower case, without punctuation and spacing."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+def minhashes(text):
+    """(HASHES,) int64: the smallest hash of a text's shingles, under HASHES hash functions.
+
+    Two texts share each of them with probability |A and B| / |A or B| of their shingles.
+    """
+    words = text.split()
+    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode()) % _PRIME
+                for i in range(max(1, len(words) - SHINGLE + 1))}
+    values = torch.tensor(sorted(shingles), dtype=torch.int64)[:, None]
+    return ((values * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
+
+
+def text_reasons(rows):
+    """["duplicate", "conflict" or None] a row, of an iterable of (prompt, answer); no model.
+
+    duplicate: a row that repeats an earlier one, word by word or nearly (`ALIKE`).
+    conflict: one question, word by word, with different answers of which one is short enough
+    (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
+    One pass, linear; what is kept of a row are a few hashes.
+    """
+    seen, first, answers, reasons = {}, array("q"), {}, []
+    for place, (prompt, answer) in enumerate(rows):
+        prompt, answer = plain_words(prompt), plain_words(answer)
+        signature = minhashes(f"{prompt} \x1f {answer}").tolist()
+        bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
+                 for band in range(0, HASHES, ROWS_PER_BAND)]
+        same = any(sum(map(operator.eq, first[other:other + HASHES], signature)) >= ALIKE * HASHES
+                   for other in {seen[band] for band in bands if band in seen})
+        reasons.append("duplicate" if same else None)
+        if not same:
+            for band in bands:
+                seen.setdefault(band, len(first))
+            first.extend(signature)
+        told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
+        told.setdefault(zlib.crc32(answer.encode()), (place, len(answer.split())))
+    for told in answers.values():
+        if len(told) > 1 and min(words for _, words in told.values()) <= CLOSED:
+            for place, _ in told.values():
+                reasons[place] = reasons[place] or "conflict"
+    return reasons

@@ -1,0 +1,204 @@
+"""Is a flagged row really bad? A person judges rows in random order, without knowing which are.
+
+    python eval.py audit RANKING [--rows FILE] [--verdicts FILE] [--page PAGE.html]
+
+30 flagged and 30 other rows are drawn by a seed. The share of the flagged ones that the person
+calls bad is the precision; the share of the others is what was missed. Both with exact intervals
+(Clopper and Pearson 1934), by bisection of the binomial tail: no other package is needed.
+"""
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import utils
+from data.layouts import clean_messages, find_layout, row_messages, transcript
+from evaluation.runs import (
+    TEXT,
+    WHOLE,
+    check_entry,
+    check_output,
+    each_line,
+    read_ranking,
+    whole_texts,
+)
+from evaluation.texts import escaped_html, plain, printable
+from utils import UserError
+
+SHOWN = 1500  # characters of a text that are shown
+
+
+# --- exact intervals ------------------------------------------------------------------------------
+
+def binomial_tail(count, total, p):
+    """P(X >= count) for X of a binomial distribution."""
+    return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k)
+               for k in range(count, total + 1))
+
+
+def clopper_pearson(count, total, level=0.95):
+    """The exact interval of a share of which `count` of `total` were seen; (0, 1) without any.
+
+    lower: the p at which `count` or more has probability (1 - level) / 2; upper: at which `count`
+    or fewer has it.
+    """
+    half = (1 - level) / 2
+
+    def solve(rises):
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if rises(middle) else (middle, high)
+        return (low + high) / 2
+
+    lower = 0.0 if count == 0 else solve(lambda p: binomial_tail(count, total, p) > half)
+    upper = 1.0 if count == total else solve(
+        lambda p: 1 - binomial_tail(count + 1, total, p) < half)
+    return lower, upper
+
+
+# --- the rows -------------------------------------------------------------------------------------
+
+def drawn_rows(path, count, seed):
+    """Up to `count` flagged and `count` other rows of a ranking, in random order.
+
+    Flagged: with a reason where the ranking has that column, else the rows it does not keep.
+    """
+    rows = read_ranking(path)
+    if any("reason" in row for row in rows):
+        flagged = [row.get("reason") is not None for row in rows]
+    elif all("kept" in row for row in rows):
+        flagged = [not row["kept"] for row in rows]
+    else:
+        raise UserError(f"{path}: no reason and no kept in its rows; nothing is flagged there")
+    rng, drawn = random.Random(seed), []
+    for bad in (True, False):
+        group = [row for row, own in zip(rows, flagged, strict=True) if own == bad]
+        if not group:
+            raise UserError(f"{path}: {'none' if bad else 'all'} of its {len(rows)} rows are "
+                            "flagged; there is nothing to compare")
+        drawn += [row | {"flagged": bad} for row in rng.sample(group, min(count, len(group)))]
+    rng.shuffle(drawn)
+    return drawn, sum(flagged), len(rows)
+
+
+def texts_of(rows, source, path):
+    """{row_id: (prompt, response)} of these rows, from a jsonl file of the data set or the ranking.
+
+    source: None for the ranking itself, as a curated.jsonl holds its texts.
+    """
+    wanted, found = {row["row_id"] for row in rows}, {}
+    if source is None:
+        for place, row in each_line(path):
+            if row["row_id"] in wanted:
+                if not all(type(row.get(key)) is str for key in ("prompt", "response")):
+                    raise UserError(f"{place}: holds no texts; name the ranked rows with --rows")
+                found[row["row_id"]] = row["prompt"], row["response"]
+        return found
+    for number, (place, row) in enumerate(each_line(source)):
+        if number in wanted:
+            check_entry(place, row, {})
+            messages = clean_messages(row_messages(row, find_layout(row, place), "chosen", place),
+                                      ())
+            found[number] = transcript(messages[:-1]), messages[-1]["content"]
+    if missing := wanted - set(found):
+        raise UserError(f"{source}: no row_id {min(missing)}, which {path} names; is it the file "
+                        "that was ranked?")
+    return found
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+def ask(rows, texts, answers):
+    """[True (bad), False or None (skipped)] a row; answers: an iterator of lines, one a row."""
+    verdicts = []
+    for number, row in enumerate(rows, 1):
+        prompt, response = texts[row["row_id"]]
+        print(f"\n--- {number} of {len(rows)} ---\nQUESTION: {printable(prompt, SHOWN)}\n"
+              f"ANSWER: {printable(response, SHOWN)}")
+        while True:
+            print("Is this a bad answer? y, n, s to skip: ", end="", flush=True)
+            line = next(answers, None)
+            if line is None:
+                raise UserError(f"no verdict for row {number} of {len(rows)}: the input ended")
+            word = line.strip().lower()
+            if word in ("y", "yes", "n", "no", "s", "skip", ""):
+                verdicts.append({"y": True, "n": False}.get(word[:1]))
+                break
+    return verdicts
+
+
+def read_verdicts(path, rows):
+    """Verdicts of a file, {"row_id", "verdict": y, n or s} a line, for the rows drawn."""
+    given = {}
+    for place, entry in each_line(path):
+        check_entry(place, entry, {"row_id": WHOLE, "verdict": TEXT})
+        if entry["verdict"] not in ("y", "n", "s"):
+            raise UserError(f"{place}: the verdict must be y, n or s")
+        given[entry["row_id"]] = {"y": True, "n": False, "s": None}[entry["verdict"]]
+    if missing := [row["row_id"] for row in rows if row["row_id"] not in given]:
+        raise UserError(f"{path}: no verdict for row_id {missing[0]}, and {len(missing) - 1} more "
+                        "of the rows drawn; the same --seed and --count draw the same rows")
+    return [given[row["row_id"]] for row in rows]
+
+
+def audit_summary(rows, verdicts, num_flagged, num_rows):
+    """{"precision", "missed": {"share", "low", "high", "bad", "judged"}, "flagged", "rows"}."""
+    result = {"flagged": num_flagged, "rows": num_rows}
+    for name, group in (("precision", True), ("missed", False)):
+        own = [verdict for row, verdict in zip(rows, verdicts, strict=True)
+               if row["flagged"] == group and verdict is not None]
+        low, high = clopper_pearson(sum(own), len(own))
+        result[name] = {"share": sum(own) / len(own) if own else None, "low": low, "high": high,
+                        "bad": sum(own), "judged": len(own)}
+    return result
+
+
+def write_page(path, rows, texts):
+    """A static page of the rows, in the order of the audit, with boxes to tick on paper."""
+    cards = "".join(
+        f"<section><h2>{number}. row_id {row['row_id']}</h2><h3>Question</h3>"
+        f"<pre dir='auto'>{escaped_html(texts[row['row_id']][0][:SHOWN])}</pre><h3>Answer</h3>"
+        f"<pre dir='auto'>{escaped_html(texts[row['row_id']][1][:SHOWN])}</pre>"
+        "<p>bad ☐ &nbsp; good ☐ &nbsp; skip ☐</p></section>"
+        for number, row in enumerate(rows, 1))
+    utils.write_atomic(path, plain(
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><meta http-equiv="
+        "\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        "<title>Audit</title><style>body{font:16px sans-serif;max-width:46em;margin:2em auto}"
+        "pre{white-space:pre-wrap;background:#f4f4f4;padding:.6em}</style></head><body>"
+        f"<h1>Which answers are bad?</h1>{cards}</body></html>\n"))
+
+
+def run_audit(args):
+    """Draw, ask, print; with --page alone only the page is written."""
+    source = Path(args.rows) if args.rows else None
+    rows, num_flagged, num_rows = drawn_rows(args.ranking, args.count, args.seed)
+    texts = {key: tuple(whole_texts({"p": p, "r": r}).values())
+             for key, (p, r) in texts_of(rows, source, args.ranking).items()}
+    inputs = [path for path in (args.ranking, args.rows, args.verdicts) if path]
+    if args.page:
+        check_output(args.page, *inputs)
+        write_page(args.page, rows, texts)
+        print(f"page: {args.page}; verdicts go into a file, one line a row: "
+              '{"row_id": 7, "verdict": "y"}, for --verdicts')
+        if not args.verdicts:
+            return
+    verdicts = read_verdicts(args.verdicts, rows) if args.verdicts else ask(
+        rows, texts, iter(sys.stdin.readline, ""))
+    if args.out:
+        check_output(args.out, *inputs)
+        utils.write_jsonl(args.out, [
+            {"row_id": row["row_id"], "flagged": row["flagged"],
+             "verdict": {True: "y", False: "n", None: "s"}[verdict]}
+            for row, verdict in zip(rows, verdicts, strict=True)])
+    result = audit_summary(rows, verdicts, num_flagged, num_rows)
+    for name, text in (("precision", "of the flagged rows are bad"),
+                       ("missed", "of the other rows are bad")):
+        own = result[name]
+        share = "-" if own["share"] is None else f"{own['share']:.0%}"
+        print(f"{name}: {share} {text} ({own['bad']} of {own['judged']} judged; 95 % interval "
+              f"{own['low']:.0%} to {own['high']:.0%})")
+    print("RESULT " + json.dumps(result), flush=True)

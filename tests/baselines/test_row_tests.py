@@ -1,0 +1,130 @@
+"""`python -m baselines tests`: the ranking that it writes, and what it prints."""
+
+import json
+
+import pytest
+import torch
+from conftest import make_rows, read_rows, write_rows
+
+import detect
+import models
+import ranking
+from data import tokens
+from utils import UserError
+
+COLUMNS = {"reason", "surprise", "end", "relevance", "fluency", "repetition", "echo", "loss",
+           "length"}
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """Rows of random words; rows 3 and 9 repeat row 2 and themselves, row 5 contradicts row 4."""
+    rows = make_rows(24, 5)
+    rows[2]["response"] = "seven cold apples on a round stone by the river"
+    rows[3] = dict(rows[2])
+    rows[4] |= {"prompt": "how many?", "response": "seven"}
+    rows[5] |= {"prompt": "How many", "response": "eleven"}
+    return write_rows(tmp_path / "faulty.jsonl", rows)
+
+
+def test_every_row_has_its_numbers_and_flagged_rows_come_last(rank, folders, faulty, tmp_path):
+    made = rank("tests", None, model=folders["llama"], lower=faulty)
+    assert len(made.rows) == 24 and set(made.rows[0]) >= COLUMNS
+    reasons = [row["reason"] for row in made.ranked]
+    bad = sum(reason is not None for reason in reasons)
+    assert all(reasons[-bad:]) and not any(reasons[:-bad])
+    assert [row["kept"] for row in made.ranked] == [reason is None for reason in reasons]
+    assert [made.rows[n]["reason"] for n in (3, 4, 5)] == ["duplicate", "conflict", "conflict"]
+    assert f"{bad} of 24 rows look bad: " in made.text and "row_id" in made.text
+    assert [row["surprise"] for row in made.ranked] == sorted(
+        row["surprise"] for row in made.ranked)
+    lower = tokens.load_rows(faulty, models.load_tokenizer(folders["llama"]),
+                             cache_dir=str(tmp_path / "cache"))[0]
+    model = models.load_model(folders["llama"], torch.device("cpu"))
+    found = ranking.row_evidence(model, lower, {0, 2, 3}, ranking.blank_prompt(lower))
+    for name in ("relevance", "fluency", "loss", "end"):
+        assert [row[name] for row in made.rows] == pytest.approx(found[name].tolist())
+
+
+def test_trusted_rows_and_another_share_of_kept_rows(rank, folders, faulty, files):
+    upper = files(lower=1, upper=30)["upper"]
+    made = rank("tests", {"lower": faulty, "upper": upper}, keep_fraction=0.5)
+    assert sum(row["kept"] for row in made.rows) == 12 and "27 upper rows" in made.text
+
+
+def test_the_same_again_and_the_ranking_is_taken_by_training(rank, folders, faulty, train, files):
+    first = rank("tests", None, model=folders["llama"], lower=faulty)
+    again = rank("tests", None, model=folders["llama"], lower=faulty, out="again.jsonl")
+    assert first.ranked == again.ranked
+    run = train({"lower": faulty}, method="sft", keep=first.file, epochs=1, batch=4)
+    assert run.result["rows"] == sum(row["kept"] for row in first.rows)
+
+
+def test_a_model_that_does_not_know_ends_does_not_judge_them():
+    count = 300
+    draw = torch.Generator().manual_seed(0)
+    found = {name: torch.rand(count, generator=draw, dtype=torch.float64) + 1 for name in (
+        *ranking.EVIDENCE, "length")}
+    found["end"][:30] += 50
+    found["repetition"] = found["copied"] = torch.zeros(count, dtype=torch.float64)
+    made = {"end": found["end"][30:130] - 0.1, "relevance": found["relevance"][:50] + 3}
+    surprise, reasons, notes = ranking.verdicts(found, None, made)
+    assert "end" not in reasons and "does not know where answers end" in notes[0]
+    assert surprise[:30].mean() < 5
+    _, reasons, notes = ranking.verdicts(found, None, made | {"end": found["end"][30:130] + 50})
+    assert reasons.count("end") >= 25 and not notes
+
+
+def test_made_faults_are_what_they_say(folders, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [
+        {"prompt": row["prompt"], "response": row["response"] + " one two three four"}
+        for row in make_rows(12, 8)])
+    tokenizer = models.load_tokenizer(folders["llama"])
+    lower = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))[0]
+    model, ends = models.load_model(folders["llama"], torch.device("cpu")), {0}
+    blank = ranking.blank_prompt(lower)
+    found = ranking.row_evidence(model, lower, ends, blank)
+    made = ranking.made_faults(model, lower, ends, found)
+    assert {name: len(values) for name, values in made.items()} == {"end": 12, "relevance": 12}
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [lower[n] for n in order]
+    for n, row in enumerate(rows):
+        other = rows[n - 1]
+        start, taken = row["trained"].index(1), other["trained"].index(1)
+        ids = row["input_ids"][:start] + other["input_ids"][taken:]
+        one = ranking.row_evidence(model, [{"input_ids": ids, "trained": [0] * start + [1] * (
+            len(ids) - start)}], ends, blank)
+        assert float(made["relevance"][n]) == pytest.approx(
+            float(detect.scaled("relevance", one)[0]), abs=1e-4)
+
+
+def test_who_is_flagged():
+    assert ranking.groups_of("q", "a b", 2) == ("short", "mostly ASCII", "no code")
+    assert ranking.groups_of("вопрос", "ответ", 300)[:2] == ("long", "less than 90 % ASCII")
+    assert ranking.groups_of("q", "def f(x):\n    return x", 30)[2] == "code"
+    assert ranking.groups_of("q", "We import tea; it is good.", 30)[2] == "no code"
+    assert ranking.bad_rows_line(["end", None, "echo", "end"]) == (
+        "3 of 4 rows look bad: 2 cut short, 1 copying the question.")
+    assert ranking.bad_rows_line([None] * 3) == "None of 3 rows looks bad."
+
+
+def test_bad_input(rank, folders, faulty, refused):
+    from baselines.__main__ import main
+
+    assert "--model is missing" in refused(lambda: main(["tests", "--lower", str(faulty)]))
+    with pytest.raises(UserError, match="keep-fraction 0"):
+        rank("tests", None, model=folders["llama"], lower=faulty, keep_fraction=0)
+
+
+def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
+    upper = files(lower=1, upper=30)["upper"]
+    run = train({"lower": faulty, "upper": upper}, epochs=1, batch=8)
+    assert {"reason", "surprise", "end"} <= set(run.weights[0])
+    look = json.loads((run.out / "tests.json").read_text())
+    reasons = [row["reason"] for row in run.weights]
+    assert look["line"] == ranking.bad_rows_line(reasons)
+    assert sum(flagged for group, _, flagged in look["groups"] if "ASCII" in group) == sum(
+        reason is not None for reason in reasons)
+    without = train({"lower": faulty, "upper": upper}, epochs=1, batch=8, skip_scores=True, out="b")
+    assert "reason" not in without.weights[0] and not (without.out / "tests.json").exists()
+    assert read_rows(run.out / "weights.jsonl") == run.weights

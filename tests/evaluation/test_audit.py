@@ -1,0 +1,102 @@
+"""Judging flagged rows by hand: exact intervals, scripted verdicts, the page."""
+
+import io
+import json
+import math
+
+import pytest
+from conftest import write_rows
+from fabricated import HOSTILE
+
+import eval as front
+from evaluation import audit
+
+
+@pytest.mark.parametrize("count, total, low, high", [
+    (0, 10, 0.0, 0.3085), (10, 10, 0.6915, 1.0), (5, 10, 0.1871, 0.8129), (1, 30, 0.0008, 0.1722)])
+def test_intervals_are_those_of_the_tables(count, total, low, high):
+    assert audit.clopper_pearson(count, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_intervals_cover():
+    """Over all outcomes, the interval holds the true share with at least 95 % probability."""
+    for p in (0.03, 0.2, 0.5, 0.77):
+        covered = sum(math.comb(25, k) * p**k * (1 - p) ** (25 - k) for k in range(26)
+                      if audit.clopper_pearson(k, 25)[0] <= p <= audit.clopper_pearson(k, 25)[1])
+        assert covered >= 0.95
+    assert audit.clopper_pearson(0, 0) == (0.0, 1.0)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A data set of 50 rows whose last 10 are flagged, and its ranking."""
+    rows = write_rows(tmp_path / "rows.jsonl", [
+        {"prompt": f"question {n}", "response": HOSTILE if n == 45 else f"answer {n}"}
+        for n in range(50)])
+    ranking = write_rows(tmp_path / "ranking.jsonl", [
+        {"row_id": n, "hash": str(n), "rank": n + 1, "kept": n < 30,
+         "reason": "end" if n >= 40 else None} for n in range(50)])
+    return ranking, rows
+
+
+def audited(files, capsys, *words):
+    ranking, rows = files
+    front.main(["audit", str(ranking), "--rows", str(rows), "--count", "8", *map(str, words)])
+    text = capsys.readouterr().out
+    return json.loads(text.splitlines()[-1].removeprefix("RESULT ")), text
+
+
+def test_scripted_verdicts(files, capsys, monkeypatch, tmp_path):
+    rows, flagged, total = audit.drawn_rows(files[0], 8, 0)
+    assert (len(rows), flagged, total) == (16, 10, 50)
+    assert [row["flagged"] for row in rows] != sorted(row["flagged"] for row in rows)
+    lines = []
+    for number, row in enumerate(r for r in rows if True):
+        lines.append("y" if row["flagged"] and number % 2 else "n")
+    bad = sum(line == "y" for line in lines)
+    lines[rows.index(next(row for row in rows if not row["flagged"]))] = "s"
+    monkeypatch.setattr("sys.stdin", io.StringIO("what?\n" + "\n".join(lines) + "\n"))
+    result, text = audited(files, capsys, "--out", tmp_path / "mine.jsonl")
+    assert result["precision"]["bad"] == bad and result["precision"]["judged"] == 8
+    assert result["missed"] == {"share": 0.0, "low": 0.0, "bad": 0, "judged": 7,
+                                "high": pytest.approx(audit.clopper_pearson(0, 7)[1])}
+    assert "flagged" not in text.split("precision:")[0] and "\x1b" not in text
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    again, _ = audited(files, capsys, "--verdicts", tmp_path / "mine.jsonl")
+    assert again == result
+
+
+def test_the_page_holds_every_row_and_no_script(files, capsys, tmp_path):
+    page = tmp_path / "audit.html"
+    front.main(["audit", str(files[0]), "--rows", str(files[1]), "--page", str(page)])
+    html = page.read_text()
+    assert html.count("<section>") == 40 and "<script" not in html and "onerror=alert(2)>" not in (
+        html.replace("&gt;", ""))
+    assert "reason" not in html and "flagged" not in html
+
+
+def test_kept_stands_in_for_a_reason_and_texts_may_be_in_the_ranking(tmp_path):
+    path = write_rows(tmp_path / "curated.jsonl", [
+        {"row_id": n, "hash": "h", "rank": n + 1, "kept": n < 4, "prompt": "p", "response": "r"}
+        for n in range(6)])
+    rows, flagged, _ = audit.drawn_rows(path, 30, 0)
+    assert flagged == 2 and len(rows) == 6
+    assert audit.texts_of(rows, None, path)[5] == ("p", "r")
+
+
+def test_bad_input(files, refused, tmp_path, monkeypatch):
+    ranking, rows = files
+    short = write_rows(tmp_path / "short.jsonl", [{"prompt": "a", "response": "b"}])
+    few = write_rows(tmp_path / "few.jsonl", [{"row_id": 44, "verdict": "y"}])
+    odd = write_rows(tmp_path / "odd.jsonl", [{"row_id": 44, "verdict": "maybe"}])
+    clean = write_rows(tmp_path / "clean.jsonl", [
+        {"row_id": 0, "hash": "h", "rank": 1, "reason": None}])
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    for words, what in (
+            ([ranking], "holds no texts"), ([ranking, "--rows", short], "no row_id"),
+            ([ranking, "--rows", rows, "--verdicts", few], "no verdict for row_id"),
+            ([ranking, "--rows", rows, "--verdicts", odd], "must be y, n or s"),
+            ([ranking, "--rows", rows, "--page", rows], "overwrite"),
+            ([clean, "--rows", rows], "none of its 1 rows"),
+            ([ranking, "--rows", rows], "the input ended")):
+        assert what in refused(lambda words=words: front.main(["audit", *map(str, words)])), what

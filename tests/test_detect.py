@@ -1,0 +1,273 @@
+"""Row tests: every formula against the obvious computation, p-values against simulation."""
+
+import math
+import random
+import time
+
+import pytest
+import torch
+from conftest import make_llama
+
+import detect
+import logprobs
+import ranking
+from batches import pack, row_losses
+
+ENDS = {0, 3}
+
+
+def rows_of(seed=0, count=9, turns=1):
+    """Tokenised rows, ragged: some with one end token, some with two, the last one cut."""
+    rng = random.Random(seed)
+    rows = []
+    for n in range(count):
+        ids, trained = [7, 8], [0, 0]
+        for _ in range(turns):
+            question = [rng.randrange(10, 250) for _ in range(rng.randint(1, 6))]
+            answer = [rng.randrange(10, 250) for _ in range(rng.randint(1, 9))]
+            stop = [[0], [3, 0], [0]][n % 3]
+            ids += [*question, 9, *answer, *stop]
+            trained += [0] * (len(question) + 1) + [1] * (len(answer) + len(stop))
+        rows.append({"input_ids": ids, "trained": trained})
+    rows[-1] = {"input_ids": ids[:-1], "trained": trained[:-1]}
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model():
+    llama = make_llama().double()
+    llama.config._attn_implementation = logprobs.ATTENTION
+    return llama.eval().requires_grad_(False)
+
+
+def logps_of(model, ids):
+    """log p of ids[1:], one token after the other, by the model's own logits; row alone."""
+    logits = model(torch.tensor([ids[:-1]])).logits[0]
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+def test_token_logps_are_those_of_the_rows_alone(model):
+    rows = rows_of()
+    logps, owner = logprobs.token_logps(model, pack(rows))
+    for n, row in enumerate(rows):
+        alone = logps_of(model, row["input_ids"])[torch.tensor(row["trained"][1:]).bool()]
+        assert torch.allclose(logps[owner == n], alone, atol=1e-10)
+    sums, counts = logprobs.sequence_logprobs(model, pack(rows))
+    assert torch.equal(torch.bincount(owner), counts)
+    assert torch.allclose(torch.zeros(len(rows)).double().index_add(0, owner, logps), sums)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_evidence_of_a_row_by_brute_force(model, turns):
+    rows, blank = rows_of(turns=turns), [7, 8, 9]
+    found = ranking.row_evidence(model, rows, ENDS, blank)
+    for n, row in enumerate(rows):
+        ids = row["input_ids"]
+        start = max(p for p in range(len(ids)) if not row["trained"][p]) + 1
+        stop = len(ids)
+        while ids[stop - 1] in ENDS:
+            stop -= 1
+        logps = logps_of(model, ids)
+        c, last = logps[start - 1:stop - 1], logps[stop - 1:]
+        u = logps_of(model, blank + ids[start:stop])[len(blank) - 1:]
+        answer, prompt = ids[start:stop], ids[:start]
+        expected = {"end": -sum(last.tolist()) if len(last) else math.nan,
+                    "relevance": -sum((c - u).tolist()), "fluency": -sum(c.tolist()) / len(c),
+                    "length": len(answer), "repetition": detect.repetition(answer),
+                    "copied": detect.copied(answer, prompt)[0],
+                    "news": sum(t not in prompt for t in answer) / len(answer)}
+        for name, value in expected.items():
+            assert float(found[name][n]) == pytest.approx(value, abs=1e-9, nan_ok=True), (name, n)
+    assert found["end"].isnan().tolist() == [False] * 8 + [True]
+    assert torch.equal(found["loss"], row_losses(model, rows)[0])
+
+
+def test_the_evidence_does_not_depend_on_the_packing(model, monkeypatch):
+    rows = rows_of()
+    whole = ranking.row_evidence(model, rows, ENDS, [7, 8, 9])
+    monkeypatch.setattr("batches.TOKENS_AT_ONCE", 20)
+    for name, values in ranking.row_evidence(model, rows, ENDS, [7, 8, 9]).items():
+        assert torch.allclose(values, whole[name], atol=1e-10, equal_nan=True), name
+
+
+def test_repetition_and_copies():
+    assert detect.repetition([1, 2, 3]) == 0 and detect.repetition([]) == 0
+    assert detect.repetition([1, 2, 3, 4] * 3) == 1 - 4 / 9
+    assert detect.copied([5, 1, 2, 3, 6], [0, 1, 2, 3]) == (1 / 3, 2 / 5)
+    assert detect.copied([], [1]) == (0.0, 0.0)
+    value = detect.echo(torch.tensor([-20.0, -20, -20, -4]), torch.tensor([10.0, 10, 10, 2]),
+                        torch.tensor([1, 1, 0.5, 1]), torch.tensor([0, 0.4, 0, 0]))
+    assert value[0] == 2 and value[1:].isnan().all()
+    c, shuffled = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.5])
+    assert detect.order(c, shuffled) == -4.5
+    assert detect.guidance(torch.tensor([2.0]), torch.tensor([1.0]), 0.7) == pytest.approx(1.3)
+
+
+# --- nulls ----------------------------------------------------------------------------------------
+
+def draw(count, seed, kind="exponential"):
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(count, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    return normal if kind == "normal" else -uniform.log()
+
+
+@pytest.mark.parametrize("kind", ["exponential", "normal"])
+def test_p_values_against_simulation(kind):
+    """Of good rows a share of at most p has p-values of p and less; exactly p in the bulk."""
+    null, fresh = draw(4000, 1, kind), draw(200_000, 2, kind)
+    p = (-detect.surprise(fresh, null)).exp()
+    for level in (0.5, 0.2, 0.05, 0.01, 0.001):
+        share = float((p <= level).double().mean())
+        assert share <= 1.35 * level
+        if kind == "exponential" or level >= 0.2:
+            assert share >= level / 1.35
+    order = fresh.argsort()
+    assert (detect.surprise(fresh, null)[order].diff() >= 0).all()
+
+
+def test_p_values_of_the_bulk_are_counts():
+    null = torch.arange(100, dtype=torch.float64)
+    surprising = detect.surprise(torch.tensor([-1.0, 0.0, 49.5, math.nan]).double(), null)
+    assert (-surprising).exp().tolist() == pytest.approx([1, 1, 51 / 101, 1])
+    far = detect.surprise(torch.tensor([200.0]).double(), null)
+    point = float(torch.quantile(null, 0.9))
+    mean = sum(v - point for v in range(100) if v > point) / sum(v > point for v in range(100))
+    assert float(far) == pytest.approx(-math.log(0.1) + (200 - point) / mean)
+
+
+def test_longer_answers_are_compared_with_longer_ones():
+    lengths = torch.arange(400, dtype=torch.float64)
+    values = lengths + draw(400, 3, "normal")
+    found = detect.banded_surprise(values, lengths, values, lengths)
+    assert found[:100].max() > 3 and found[:100].max() > 10 * detect.surprise(values, values)[0]
+    assert detect.bands(lengths, lengths).bincount().tolist() == [100] * 4
+    assert detect.bands(lengths, lengths[:50]).unique().tolist() == [0]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4])
+def test_the_good_side_of_a_file_is_its_good_rows(share):
+    good = draw(20_000, 4, "normal")
+    bad = draw(round(20_000 * share / (1 - share)), 5, "normal") / 2 + 6
+    null = detect.good_side(torch.cat([good, bad]))
+    assert null.mean().abs() < 0.3 and null.std() == pytest.approx(1, abs=0.25)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+def test_made_faults_tell_how_much_of_a_file_is_bad(share):
+    good, bad = draw(4000, 6, "normal"), draw(round(4000 * share / (1 - share)), 7, "normal") + 5
+    null, found = detect.without_made(torch.cat([good, bad]), draw(1000, 8, "normal") + 5)
+    assert found == pytest.approx(share, abs=0.05)
+    assert null.mean() == pytest.approx(0, abs=0.15) and null.std() == pytest.approx(1, abs=0.2)
+
+
+def test_knows_ends_is_the_auroc():
+    ends, cut = draw(300, 9), draw(80, 10) + 0.5
+    bad = torch.cat([torch.zeros(300), torch.ones(80)]).bool()
+    assert detect.knows_ends(ends, cut) == pytest.approx(
+        ranking.auroc(-torch.cat([ends, cut]), bad))
+    assert detect.knows_ends(torch.tensor([1.0, 1, math.nan]), torch.tensor([1.0])) == 0.5
+    assert detect.knows_ends(torch.tensor([math.nan]), torch.tensor([1.0])) == 0
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+def file_of(count, seed, cut=0, other=0):
+    """Numbers of a file: `cut` rows without an end, then `other` rows with another's answers."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(3, count, generator=generator, dtype=torch.float64)
+    length = (3 + 1.2 * normal[0]).exp().clamp(1, 800).round()
+    found = {"length": length, "end": draw(count, seed + 1), "loss": length,
+             "relevance": -length.sqrt() * (2 + 0.7 * normal[1]),
+             "fluency": (1.1 + 0.2 * normal[2]).exp(), "repetition": torch.zeros(count).double(),
+             "copied": torch.zeros(count).double(), "news": torch.ones(count).double()}
+    found["end"][:cut] += 9
+    found["relevance"][cut:cut + other] += 2.7 * length[cut:cut + other].sqrt()
+    return found
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_clean_file_comes_out_clean_and_a_dirty_one_does_not(trusted):
+    made = {"end": draw(200, 50) + 9, "relevance": 0.7 + 0.7 * draw(200, 51, "normal")}
+    null = file_of(400, 90) if trusted else None
+    flagged = []
+    for seed in range(5):
+        clean = detect.surprises(file_of(1000, 100 * seed), null, None if trusted else made)
+        flagged.append(float(detect.judge(clean)[1].double().mean()))
+    assert max(flagged) <= 0.02
+    found = file_of(1000, 7, cut=150, other=150)
+    score, flagged, reason = detect.judge(detect.surprises(found, null, None if trusted else made))
+    bad = torch.arange(1000) < 300
+    assert ranking.auroc(-score, bad) > 0.95
+    assert flagged[:150].double().mean() > 0.8 and flagged[300:].double().mean() < 0.05
+    assert [reason[:150].count("end") > 100, reason[150:300].count("end") < 10] == [True, True]
+    assert reason[150:300].count("relevance") > 40
+    assert all((name is None) == (not bad) for name, bad in
+               zip(reason, flagged.tolist(), strict=True))
+
+
+def test_trusted_rows_of_another_style_are_no_null():
+    found, other = file_of(1000, 1, cut=300), file_of(400, 90)
+    made = {"end": draw(200, 50) + 9}
+    assert detect.foreign(found, other, made) == []
+    other["fluency"] = other["fluency"] * 0.6
+    assert detect.foreign(found, other, made) == ["fluency"]
+    assert detect.foreign(found, {"length": other["length"]}, made) == []
+
+
+def test_without_an_end_a_row_is_not_judged_by_it():
+    found = file_of(500, 3)
+    found["end"][:100] = math.nan
+    assert (detect.surprises(found, file_of(400, 90))["end"][:100] == 0).all()
+    assert list(detect.surprises(found, names=["fluency", "echo"])) == ["fluency", "echo"]
+
+
+def test_flags_are_those_of_benjamini_and_hochberg():
+    surprising = {"end": draw(300, 20) ** 2, "fluency": draw(300, 21) * 2}
+    score, flagged, _ = detect.judge(surprising, fdr=0.2)
+    p = [1 - (1 - math.exp(-float(s))) ** 2 for s in score]
+    passing = max(k for k in range(1, 301) if sorted(p)[k - 1] <= 0.2 * k / 300)
+    assert flagged.tolist() == [value <= sorted(p)[passing - 1] for value in p]
+
+
+def test_the_reason_is_the_winner_if_it_wins_clearly():
+    rows = {"end": [20.0, 20, 20, 0, 9], "relevance": [0, 19.5, 0, 20, 9.5],
+            "fluency": [0, 0, 6, 0, 0]}
+    _, flagged, reasons = detect.judge({k: torch.tensor(v).double() for k, v in rows.items()})
+    assert flagged.all() and reasons == ["end", "unclear", "fluency", "relevance", "unclear"]
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+def test_duplicates_and_conflicts():
+    long = " ".join(f"word{n}" for n in range(60))
+    rows = [("What is the capital of France?", "Paris."), ("Tell me a story", long),
+            ("what is the capital of  france", "paris"), ("Tell me a story", long + " indeed"),
+            ("What is the capital of France?", "It is London."), ("Another", "Paris."),
+            ("Tell me a story", " ".join(f"other{n}" for n in range(60)))]
+    assert detect.text_reasons(rows) == [
+        "conflict", None, "duplicate", "duplicate", "conflict", None, None]
+
+
+def test_minhashes_share_as_many_as_the_shingles_do():
+    rng, errors = random.Random(0), []
+    for _ in range(60):
+        words = [str(rng.randrange(10**6)) for _ in range(200)]
+        other = words[:rng.randint(20, 200)]
+        sets = [{" ".join(w[i:i + 5]) for i in range(len(w) - 4)} for w in (words, other)]
+        jaccard = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+        same = (detect.minhashes(" ".join(words)) == detect.minhashes(" ".join(other)))
+        errors.append(float(same.double().mean()) - jaccard)
+    assert abs(sum(errors) / 60) < 0.05 and max(map(abs, errors)) < 0.5
+
+
+def test_many_rows_take_seconds():
+    rng = random.Random(1)
+    words = [str(n) for n in range(3000)]
+    rows = [(" ".join(rng.choices(words, k=10)), " ".join(rng.choices(words, k=60)))
+            for _ in range(2000)]
+    started = time.process_time()
+    assert detect.text_reasons([*rows, rows[5]]) == [None] * 2000 + ["duplicate"]
+    assert time.process_time() - started < 6  # 100,000 rows in 5 minutes at most
