@@ -31,6 +31,7 @@ a bias, soft-capped or scaled logits, an adapted or trained head. Refused: slidi
 than a row, soft-capped attention. `check_model` compares both paths on a loaded model.
 """
 
+import contextlib
 import inspect
 import os
 
@@ -129,6 +130,8 @@ def _chunked(hidden, head, targets, wants_grad, kernel):
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logps = torch.empty(length, dtype=dtype, device=hidden.device)
     gradient = torch.empty_like(hidden) if wants_grad else None
+    # Off CUDA no product of bf16 tensors ends in float32: the head is widened, once for all chunks.
+    wide = head if head.dtype == dtype or head.is_cuda else head.to(dtype)
     chunk = _chunk_rows(length, vocabulary, hidden.device)
     # Rows start at multiples of 32 bytes: products of unaligned rows leave the fast kernels.
     buffer = torch.empty(min(chunk, length), -(-vocabulary // 16) * 16, dtype=dtype,
@@ -136,7 +139,8 @@ def _chunked(hidden, head, targets, wants_grad, kernel):
     rows_to_logprobs = _triton_rows if kernel == "triton" else _torch_rows
     for start in range(0, length, chunk):
         rows = slice(start, min(start + chunk, length))
-        logits = _logits(hidden[rows], head, buffer[: rows.stop - start])
+        with _exact_products(hidden.dtype, head.dtype):
+            logits = _logits(hidden[rows], wide, buffer[: rows.stop - start])
         d_logits = rows_to_logprobs(logits, targets[rows], logps[rows], wants_grad, head.dtype)
         if wants_grad and hidden.dtype == head.dtype:
             torch.mm(d_logits, head, out=gradient[rows])
@@ -154,6 +158,24 @@ def _chunk_rows(length, vocabulary, device):
     most = max(128, int(min(CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE * free)) // (4 * vocabulary))
     parts = max(1, -(-length // most))
     return max(128, -(-length // parts // 128) * 128)
+
+
+@contextlib.contextmanager
+def _exact_products(*dtypes):
+    """On the CPU, float32 products of numbers that all are bf16 run in the bf16 units, for a while.
+
+    Nothing is rounded: their factors are exact in bf16, sums and results stay float32. 3 times as
+    fast on a processor with AVX512-BF16; on one without, oneDNN multiplies as always.
+    """
+    settings = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9
+    if settings is None or any(dtype != torch.bfloat16 for dtype in dtypes):
+        yield
+        return
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def _logits(hidden, head, out):
@@ -258,6 +280,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
                          f"window of {window}; lower --max-length")
     if kwargs.get("softcap") is not None:
         raise ValueError("this model soft-caps its attention logits, which is not supported")
+    dtype = value.dtype
+    if value.device.type == "cpu" and dtype == torch.bfloat16:
+        value = value.float()  # torch's bf16 backward takes twice as long there, and is less exact
     query, key = query.to(value.dtype), key.to(value.dtype)  # a norm under autocast is float32
     fused, grouped = _varlen(query, value) if not dropout else (False, False)
     groups = query.shape[1] // key.shape[1]
@@ -273,7 +298,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     output = torch.cat([
         torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout, scale=scaling) for q, k, v in rows], dim=2)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2).to(dtype), None
 
 
 def _varlen(query, value):

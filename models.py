@@ -1,6 +1,6 @@
-"""Models from a hub name or folder: loading, LoRA adapters and their fast path, FSDP, saving.
+"""Models from a hub name, folder or GGUF file: loading, LoRA and its fast path, FSDP, saving.
 
-Only safetensors are read, and no remote code is run.
+Only safetensors and GGUF files are read, and no remote code is run.
 """
 
 import contextlib
@@ -13,7 +13,9 @@ import warnings
 from pathlib import Path
 
 import logprobs
+from runtime import gguf_files
 from runtime.hub import hub_answers
+from runtime.precision import pick_dtype
 from runtime.processes import sum_gradients, world_size
 from utils import UserError, first_line
 
@@ -23,45 +25,59 @@ import torch
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+warnings.filterwarnings("ignore", message="Could not find a config file in")  # beside a GGUF file
 
 
 # --- loading --------------------------------------------------------------------------------------
 
-def _from_hub(name):
-    """Take a local folder as it is; for a hub name, find out in seconds whether a hub answers."""
-    if os.path.isdir(name):  # False for a name that is too long, where Path's own raises
-        return
-    if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"{name}: no such folder for the model")
-    hub_answers("model_info", name, "model")
+def _source(name):
+    """What `from_pretrained` takes for a model's name, and its options: a GGUF file is one.
+
+    A local folder is taken as it is; a hub name is looked up, in seconds.
+    """
+    file = gguf_files.find(name)
+    if file is not None:
+        gguf_files.check_header(file)
+        return str(file.parent), {"gguf_file": file.name}
+    if not os.path.isdir(name):  # False for a name that is too long, where Path's own raises
+        if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise UserError(f"{name}: no such folder for the model, and no .gguf file")
+        hub_answers("model_info", name, "model")
+    return name, {}
+
+
+def _refused(name, what, error):
+    """The `UserError` for a model that transformers cannot read."""
+    file = gguf_files.find(name)
+    return UserError(f"{name}: {what} ({first_line(error)})") if file is None else \
+        gguf_files.refusal(file, error)
 
 
 def load_tokenizer(name):
-    """The tokenizer of a hub name or local folder."""
+    """The tokenizer of a hub name, local folder or GGUF file."""
     from transformers import AutoTokenizer
 
-    _from_hub(name)
+    source, options = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # broken files raise anything from OSError to AttributeError
-        why = first_line(error)
-        raise UserError(f"{name}: the tokenizer cannot be loaded ({why})") from None
+        raise _refused(name, "the tokenizer cannot be loaded", error) from None
 
 
 def load_config(name):
     """The model's configuration alone: sizes are known before any weight is read."""
     from transformers import AutoConfig
 
-    _from_hub(name)
+    source, options = _source(name)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(source, **options)
         sizes = config.get_text_config()
         if not config.is_encoder_decoder:
             without_weights(config)
             if min(sizes.hidden_size, sizes.num_hidden_layers) < 1:
                 raise ValueError(f"{sizes.num_hidden_layers} layers of size {sizes.hidden_size}")
     except Exception as error:  # impossible sizes raise anything from TypeError to OverflowError
-        raise UserError(f"{name}: the model cannot be loaded ({first_line(error)})") from None
+        raise _refused(name, "the model cannot be loaded", error) from None
     if config.is_encoder_decoder:
         raise UserError(f"{name}: an encoder-decoder model; these scripts train decoders")
     return config
@@ -80,40 +96,46 @@ def context_length(config):
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
-def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
-    """A frozen causal LM with packed attention, dropout off, in evaluation mode.
-
-    dtype "auto" is bfloat16 on CUDA and float32 on the CPU. `four_bit` is an NF4 base through
-    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. Only safetensors are
-    read and no remote code is run.
-    """
+def _read_model(name, device, dtype, four_bit):
+    """What transformers makes of a model's files, every tensor of it read; torch's dtype."""
     import transformers
-    from transformers import AutoModelForCausalLM
 
-    _from_hub(name)
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-    options = {"dtype": getattr(torch, dtype), "attn_implementation": logprobs.ATTENTION,
-               "use_safetensors": True}
+    source, gguf = _source(name)
+    options = {"dtype": dtype, "attn_implementation": logprobs.ATTENTION, "use_safetensors": True}
+    if gguf and four_bit:
+        raise UserError(f"{name}: --four-bit quantises safetensors; a GGUF file is dequantised at "
+                        "loading")
+    if gguf:
+        options |= gguf | {"quantization_config": transformers.GgufConfig(dequantize=True)}
     if four_bit:
-        from transformers import BitsAndBytesConfig
-
-        options["quantization_config"] = BitsAndBytesConfig(
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=getattr(torch, dtype))
+            bnb_4bit_compute_dtype=dtype)
         options["device_map"] = {"": device}
     transformers.logging.set_verbosity_error()  # its load report; ours is one line
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True,
-                                                             **options)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, **options)
     except Exception as error:  # transformers, safetensors and bitsandbytes raise a dozen classes
-        broken = type(error).__name__ == "SafetensorError"
-        what = "broken weights file" if broken else "the model cannot be loaded"
-        raise UserError(f"{name}: {what} ({first_line(error)})" + "; copy it again" * broken) \
+        if type(error).__name__ != "SafetensorError":
+            raise _refused(name, "the model cannot be loaded", error) from None
+        raise UserError(f"{name}: broken weights file ({first_line(error)}); copy it again") \
             from None
     if report["missing_keys"]:  # transformers fills them with random numbers and goes on
         raise UserError(f"{name}: the weights file lacks {len(report['missing_keys'])} of the "
                         f"model's tensors (such as {min(report['missing_keys'])}); copy it again")
+    return model
+
+
+def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
+    """A frozen causal LM with packed attention, dropout off, in evaluation mode.
+
+    dtype: "auto" (see runtime/precision.py) or a name. `four_bit` is an NF4 base through
+    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. A GGUF file is
+    dequantised. Only safetensors and GGUF are read, and no remote code is run.
+    """
+    dtype = pick_dtype(dtype, device, dtype == "auto" and load_config(name), four_bit)
+    model = _read_model(name, device, dtype, four_bit)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # log-probs that enter a ratio must be functions of theta alone
@@ -125,7 +147,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
             setattr(model.config, key, 0.0)
     model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
     try:
-        logprobs.check_model(model, tolerance=0.1 if dtype == "bfloat16" or four_bit else 1e-3)
+        logprobs.check_model(model, tolerance=0.1 if dtype == torch.bfloat16 or four_bit else 1e-3)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     return model

@@ -33,12 +33,13 @@ def add_arguments(parser):
     """The arguments of both training scripts, in five groups."""
     add_data_arguments(parser.add_argument_group("data (without any: the embedded toy)"))
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="base model: hub name or local folder")
+    add("--model", help="base model: hub name, local folder or GGUF file")
     add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
     add("--lora-rank", type=int, default=16, help="(16)")
     add("--lora-alpha", type=int, default=16, help="(16)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto",
-        help="of the base; auto: bfloat16 on CUDA, float32 on the CPU; the adapter is float32")
+        help="of the base; auto: bfloat16 on CUDA, and for hidden sizes from 512 on CPUs that "
+        "multiply it, else float32; the adapter is float32")
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
@@ -93,7 +94,8 @@ def add_data_arguments(group):
         help="dpo: the upper rows are preference pairs, the base is the reference")
     add("--dpo-beta", type=float, default=0.1, help="beta of --upper-loss dpo")
     add("--allow-overlap", action="store_true", help="training prompts may be held out as well")
-    add("--cache-dir", default=".cache", help="tokenised rows live here")
+    add("--cache-dir", default=".cache",
+        help="tokenised rows live here, and what the base model says of them")
 
 
 def parse(parser, argv, presets=PRESETS):

@@ -279,14 +279,17 @@ def end_ids(tokenizer):
     return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
 
 
-def row_tests(model, lower, upper, ends, seed=0):
+def row_tests(model, lower, upper, ends, seed=0, remember=None):
     """Every lower row tested by two forwards of the model, and by its text.
 
     upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
-    token ids that end a turn. Returns ({name: (N,)}: EVIDENCE, echo, surprise (nats) and reason,
-    the place in REASONS or -1; sentences on what was left out).
+    token ids that end a turn. remember(compute): `row_evidence` of the lower rows, or what it was
+    before. Returns ({name: (N,)}: EVIDENCE, echo, surprise (nats) and reason, the place in REASONS
+    or -1; sentences on what was left out).
     """
-    found = row_evidence(model, lower, ends, blank_prompt(lower), label="row tests")
+    remember = remember or (lambda compute: compute())
+    found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
+                                          label="row tests"))
     made, trusted = made_faults(model, lower, ends, found, seed), None
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))

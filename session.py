@@ -16,6 +16,7 @@ import math
 from types import SimpleNamespace
 
 import batches
+import logprobs
 import models
 import monitor
 import ranking
@@ -24,6 +25,8 @@ from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
 from runtime import folder, metrics, processes
+from runtime.cache import cached_columns
+from runtime.precision import pick_dtype
 from selector import Selector
 from upper import reference_margins
 from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
@@ -123,8 +126,8 @@ def memory_and_disk(args, config, longest, num_rows):
     adapter = sum(args.lora_rank * (m.in_features + m.out_features) for m in linear)
     if args.correction and args.method in ("bds", "online"):
         adapter *= 2  # theta_hat
-    width = 0.5 if args.four_bit else {"bfloat16": 2, "float32": 4, "float64": 8}.get(
-        args.dtype, 4 if processes.pick_device(args.device).type == "cpu" else 2)
+    width = 0.5 if args.four_bit else pick_dtype(
+        args.dtype, processes.pick_device(args.device), config).itemsize
     tokens = 2 * args.micro_batch * longest
     if args.fsdp:  # each process has its share, and whole embeddings and head
         whole = sum(m.weight.numel() for m in (
@@ -215,21 +218,40 @@ def before_training(run, file):
 def base_tests(run):
     """{"losses": every lower row's loss before training, and `ranking.row_tests`}, (N,) each.
 
-    Computed once and kept in the run folder; tests.json has what the report shows of them.
+    Computed once and kept in the run folder; tests.json has what the report shows of them. The
+    forwards of every row are made once for a base model and rows, not once a run: runtime/cache.py.
     """
     file, lower = run.out / "weights" / "base_losses.safetensors", run.levels.lower
     saved = folder.read_once(file, lambda f: {
         name: tensor.view(run.num_rows) for name, tensor in load_file(f).items()})
     if saved is None:
         with before_training(run, file):
-            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper,
-                                             ranking.end_ids(run.tokenizer), run.args.seed)
+            ends = ranking.end_ids(run.tokenizer)
+            remember = None if run.args.adapter else functools.partial(
+                cached_columns, run.args.cache_dir, what_decides_evidence(run, ends),
+                ranking.EVIDENCE, run.num_rows)
+            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper, ends,
+                                             run.args.seed, remember)
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
         folder.write_once(run.out / "tests.json", json.dumps(
             ranking.first_look(tests, notes, lower)) + "\n")
         folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
     return saved
+
+
+def what_decides_evidence(run, ends):
+    """All that fixes the bits of what the base model says of the lower rows, as JSON values.
+
+    An adapter that a run begins with is not in it (its alpha is no weight): no cache there.
+    """
+    sizes = run.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
+        sizes.pop(name, None)
+    return {"environment": folder.environment(run.device, run.model.dtype), "model": run.weights,
+            "rows": sets.rows_hash(run.levels.lower), "sizes": json.dumps(sizes, default=str),
+            "ends": sorted(ends), "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE,
+            "fsdp": run.args.fsdp}
 
 
 def base_metrics(run):

@@ -58,6 +58,9 @@ def load_trained(name, device="auto"):
         return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
     run = Run(name)
     base, dtype = base_of(run), getattr(run.args, "dtype", None) or "auto"
+    trained = run.config["environment"]
+    if dtype == "auto" and trained.get("device") == device.type == "cpu":
+        dtype = trained.get("dtype", "auto")  # what auto was there: processors differ
     if dtype not in ("auto", "float32", "bfloat16", "float64"):
         raise UserError(f"{run.folder}/config.json: the dtype {dtype!r} is not one of the scripts'")
     if not (run.folder / "adapter").is_dir():

