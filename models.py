@@ -50,7 +50,7 @@ def _refused(name, what, error):
     """The `UserError` for a model that transformers cannot read."""
     file = gguf_files.find(name)
     return UserError(f"{name}: {what} ({first_line(error)})") if file is None else \
-        gguf_files.refusal(file, error)
+        gguf_files.unreadable(file, error)
 
 
 def load_tokenizer(name):

@@ -61,7 +61,7 @@ def check_header(path):
                         "from a GGUF file; use the model's safetensors")
 
 
-def refusal(path, error):
+def unreadable(path, error):
     """The `UserError` for what transformers or gguf raise about a file with a good header."""
     why = first_line(error)
     if "not supported" in why:
