@@ -216,6 +216,7 @@ def test_rows_that_their_text_gives_away_are_no_part_of_the_null():
     found["copied"][:500], found["news"][:500] = 1.0, 0.0
     found["fluency"][:500] *= 0.3
     found["length"][:500] = found["length"][:500].clamp_min(10)
+    found["relevance"][:500] = -2.5 * found["length"][:500]
     _, flagged, reason = detect.judge(detect.surprises(found))
     assert reason[:500].count("echo") > 400 and flagged[500:].double().mean() < 0.1
     assert (detect.surprises(found)["fluency"][500:] > 5).double().mean() < 0.02
