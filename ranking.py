@@ -90,7 +90,7 @@ def write_ranking(path, lower, scores, keep_fraction, columns, tests=None):
 
 def keep_rows(rows, file):
     """The rows that a weights.jsonl, curated.jsonl or kept.jsonl keeps, by row_id and hash."""
-    wanted = {}
+    wanted, dropped = {}, set()
     for number, entry in enumerate(each_jsonl(file), 1):
         for key in ("row_id", "hash", "rank", "kept"):
             if key not in entry:
@@ -101,6 +101,11 @@ def keep_rows(rows, file):
                             "or false")
         if entry["kept"]:
             wanted[entry["row_id"]] = entry["hash"]
+        else:
+            dropped.add(entry["row_id"])
+        if entry["row_id"] in dropped and entry["row_id"] in wanted:
+            raise UserError(f"{file} line {number}: row_id {entry['row_id']} is kept in one line "
+                            "and not in another; leave one of them")
     ids, hashes = rows["row_id"][:], rows["hash"][:]
     positions = [p for p, row_id in enumerate(ids) if row_id in wanted]
     for p in positions:
@@ -169,7 +174,9 @@ def print_label_table(metrics, scores):
     keys = sorted({k.split("/", 1)[1] for k in metrics if k.split("/")[0] in scores},
                   key=lambda k: (k.count("/"), k))
     rows = [[name, *(metrics.get(f"{name}/{key}") for key in keys)] for name in scores]
-    print(table(["ranking by", *keys], rows))
+    # A kind comes from the rows: it must not steer the terminal, nor fill the screen.
+    shown = ["".join(c if c.isprintable() else "?" for c in key)[:40] for key in keys]
+    print(table(["ranking by", *shown], rows))
 
 
 # --- row tests ------------------------------------------------------------------------------------
