@@ -222,8 +222,8 @@ def base_tests(run):
     forwards of every row are made once for a base model and rows, not once a run: runtime/cache.py.
     """
     file, lower = run.out / "weights" / "base_losses.safetensors", run.levels.lower
-    saved = folder.read_once(file, lambda f: {
-        name: tensor.view(run.num_rows) for name, tensor in load_file(f).items()})
+    saved = folder.read_once(file, lambda f: (columns := load_file(f)) and {
+        name: columns[name].view(run.num_rows) for name in ("losses", *columns)})
     if saved is None:
         with before_training(run, file):
             ends = ranking.end_ids(run.tokenizer)

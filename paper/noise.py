@@ -15,7 +15,6 @@ import random
 import shlex
 from pathlib import Path
 
-import datasets
 import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -87,6 +86,8 @@ def file_of(parts, kinds, share, half, seed):
 
     parts: {kind or "clean": `measured`}. Each kind takes an equal part of the faulty rows.
     """
+    import datasets  # not on every machine
+
     at = {kind: {place: n for n, place in enumerate(parts[kind][1])} for kind in ("clean", *kinds)}
     rows = [place for place in at["clean"] if place % 2 == half]
     random.Random(seed).shuffle(rows)

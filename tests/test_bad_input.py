@@ -495,7 +495,8 @@ def test_real_processes(files, tmp_path, folders):
     given = {
         "json": ({"lower": rewrite(tmp_path, [*GOOD[:2], "{"])},
                  r"error: .*bad\.jsonl line 3: not valid JSON.*"),
-        "model": ({"model": tmp_path / "absent"}, r"error: .*absent: no such folder for the model"),
+        "model": ({"model": tmp_path / "absent"},
+                  r"error: .*absent: no such folder for the model, .*"),
         "disk": ({}, r"error: .*(?i:file too large); free space, .*"),
     }
     started = {}
