@@ -192,7 +192,7 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
                 "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
                 "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
                 "ratio": None, "logps": None, "old_logps": None,
-                **{name: values[p] for name, values in run.test_columns.items()}}
+                **{name: value for name, (value,) in run.tested([p]).items()}}
         if p in current:
             old = buffer[p].old_logps
             line |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),

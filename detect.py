@@ -25,8 +25,9 @@ rows a frequent fault hides itself.
     beyond their worst tenth (`surprise`, `banded_surprise`).
  2. None: faults made from the file's own rows, cut at random places and with answers exchanged, say
     what bad values of E and M look like. The largest part of the file that they can explain is
-    taken out, the rest is the null (`without_made`). For the loss, Efron's empirical null: the mode
-    of the file, and the spread on its good side (`good_side`).
+    taken out, the rest is the null (`without_made`). For the loss, Efron's empirical null: the
+    centre of the file, and the spread on its good side (`good_side`). Rows that a fixed scale
+    finds (3) are left out of both.
  3. Repetition and echo are zero on most good rows: fixed scales (`SCALES`).
 The surprise of a row is -ln p, its score the largest one over the detectors, and the detector that
 wins is the reason; `unclear` where the runner-up is about as strong.
@@ -59,7 +60,7 @@ BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
 FDR = 0.1             # expected share of good rows among the flagged
-FOREIGN = 0.2         # share of a file's good rows beyond 95 % of the trusted ones: another style
+FOREIGN = 0.8         # of the trusted rows, beyond which the middle of good rows is another style
 KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
@@ -144,22 +145,28 @@ def scaled(name, found):
 # --- nulls ----------------------------------------------------------------------------------------
 
 def mode(values):
-    """Where values (n,) are densest: half-samples, the shorter half again and again (Bickel)."""
+    """Where values (n,) are densest: the mean of the shortest half of their shortest half.
+
+    Half samples as Bickel and Fruehwirth take them, but two steps only: down to a few values, a
+    handful of odd rows that are alike would be the mode.
+    """
     values = values.sort().values
-    while len(values) > 20:  # the mean of the last few: a single gap must not decide
+    for _ in range(2):
         half = (len(values) + 1) // 2
         start = int((values[half - 1:] - values[:len(values) - half + 1]).argmin())
         values = values[start:start + half]
     return values.mean()
 
 
-def good_side(values, name=None, centre=mode):
+def good_side(values, name=None, centre=None):
     """Efron's empirical null of values (n,) of which some are bad, and bad ones lie above.
 
     The values up to the centre, and their mirror images above it: a sample (m,), m <= 2 n. On the
     scale on which a detector is about symmetric: the cube root of E (a gamma-like sum: Wilson and
-    Hilferty), the logarithm of a loss.
+    Hilferty), the logarithm of a loss. The centre is the mode; of a loss the median, since the mode
+    of a few hundred losses is poorly determined, and too high a centre costs power alone.
     """
+    centre = centre or (torch.median if name == "fluency" else mode)
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
     below = values[values <= centre(values)]
@@ -196,14 +203,14 @@ def bands(lengths, of, size=BAND):
     return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
 
 
-def banded_surprise(values, lengths, null=None, null_lengths=None, name=None):
+def banded_surprise(values, lengths, null=None, null_lengths=None, name=None, usual=None):
     """`surprise` of values (N,) against the null rows of about the same length.
 
     null, null_lengths (n,): trusted rows; None: the good side of the values of each band, on the
-    scale of the detector `name`.
+    scale of the detector `name`, of the rows that are `usual` (N,) bool.
     """
-    trusted = null is not None
-    null, null_lengths = (null, null_lengths) if trusted else (values, lengths)
+    trusted, usual = null is not None, slice(None) if usual is None else usual
+    null, null_lengths = (null, null_lengths) if trusted else (values[usual], lengths[usual])
     own, other = bands(lengths, null_lengths), bands(null_lengths, null_lengths)
     found = torch.zeros_like(values)
     for band in own.unique().tolist():
@@ -219,7 +226,7 @@ def without_made(values, made):
     """The null in values (n,) of which some are bad like `made` (m,), values of faults on purpose.
 
     With S the share of rows at or above a value: pi = min_t S(t) / S_made(t) over the made values'
-    10 to 95 % points is the largest share of the file that such faults can explain, and
+    10 to 70 % points is the largest share of the file that such faults can explain, and
     S_0 = (S - pi S_made) / (1 - pi), made monotone, is the rest. Returns (its quantiles, pi).
     """
     values, made = (x[~x.isnan()].sort().values for x in (values, made))
@@ -230,7 +237,7 @@ def without_made(values, made):
     at = torch.quantile(made, torch.arange(2, 15, dtype=torch.float64) / 20)
     share = min(0.95, float((above(values, at) / above(made, at)).min()))
     rest = ((above(values, values) - share * above(made, values)) / (1 - share)).clamp(0, 1)
-    rest = rest.cummin(0).values
+    rest = rest.flip(0).cummax(0).values.flip(0)
     count = max(50, round(len(values) * (1 - share)))
     wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     places = torch.searchsorted(-rest, -wanted).clamp_max(len(values) - 1)
@@ -269,8 +276,8 @@ def file_null(name, values, made=None):
 def foreign(found, trusted, made=None):
     """Detectors under which the trusted rows are of another kind than the file's good rows.
 
-    Of the file's own null, more than FOREIGN is then among the trusted rows' worst twentieth: a
-    matter of style, not of faults. Arguments of `surprises`.
+    Half of the file's own null then lies beyond FOREIGN of the trusted rows: a matter of style, not
+    of faults. Its middle decides, since its tail may still hold faults. Arguments of `surprises`.
     """
     names = []
     for name in set(trusted) & set(found) & {"end", "relevance", "fluency", "order"}:
@@ -278,8 +285,7 @@ def foreign(found, trusted, made=None):
         if not values.isnan().all() and not trusted[name].isnan().all():
             own = file_null(name, values, made)
             usual = scaled(name, trusted)
-            limit = torch.quantile(usual[~usual.isnan()], 0.95)
-            if float((own > limit).double().mean()) > FOREIGN:
+            if own.median() > torch.quantile(usual[~usual.isnan()], FOREIGN):
                 names.append(name)
     return sorted(names)
 
@@ -293,19 +299,24 @@ def surprises(found, trusted=None, made=None, names=None):
     names: the detectors; None: all that `found` has the numbers for.
     """
     known = ("end", "relevance", "fluency", "repetition", "echo", "order", "guidance")
-    surprising = {}
-    for name in names or [name for name in known if name in found or name == "echo"]:
+    names = names or [name for name in known if name in found or name == "echo"]
+    surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
+                  for name in names if name in SCALES}
+    usual = torch.ones(len(found["length"]), dtype=torch.bool)
+    for values in surprising.values():
+        usual &= values < GARBLED  # what the text alone shows to be bad is no part of a null
+    for name in names:
         values = scaled(name, found)
         if name in SCALES:
-            surprising[name] = fixed_surprise(values, *SCALES[name])
-        elif trusted is not None and name in trusted:
+            continue
+        if trusted is not None and name in trusted:
             surprising[name] = banded_surprise(values, found["length"], scaled(name, trusted),
                                                trusted["length"])
         elif made is not None and name in made:
-            surprising[name] = surprise(values, file_null(name, values, made))
+            surprising[name] = surprise(values, file_null(name, values[usual], made))
         else:
-            surprising[name] = banded_surprise(values, found["length"], name=name)
-    return surprising
+            surprising[name] = banded_surprise(values, found["length"], name=name, usual=usual)
+    return {name: surprising[name] for name in names}
 
 
 # --- verdicts -------------------------------------------------------------------------------------

@@ -62,11 +62,11 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     return shares
 
 
-def write_ranking(path, lower, scores, keep_fraction, columns):
+def write_ranking(path, lower, scores, keep_fraction, columns, tests=None):
     """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 
-    scores (N,) higher is better; columns: {name: (N,) tensor or list}. Returns ranks (N,) and kept
-    (N,) bool.
+    scores (N,) higher is better; columns: {name: (N,) tensor}; tests: `row_tests`, or {}. Returns
+    ranks (N,), kept (N,) bool.
     """
     ranks = rank_rows(scores)
     kept = ranks <= round(keep_fraction * len(ranks))
@@ -77,8 +77,8 @@ def write_ranking(path, lower, scores, keep_fraction, columns):
         for block in ranks.argsort().split(ROWS_AT_ONCE):
             part = lower.select(block.tolist())
             found = {"row_id": part["row_id"][:], "hash": part["hash"][:],
-                     **{name: [values[i] for i in block.tolist()] if isinstance(values, list)
-                        else values[block].tolist() for name, values in columns.items()},
+                     **{name: values[block].tolist() for name, values in columns.items()},
+                     **columns_of_tests(tests or {}, block),
                      **{name: part[name][:] for name in known}}
             yield from (dict(zip(found, row, strict=True))
                         for row in zip(*found.values(), strict=True))
@@ -90,7 +90,7 @@ def write_ranking(path, lower, scores, keep_fraction, columns):
 
 def keep_rows(rows, file):
     """The rows that a weights.jsonl, curated.jsonl or kept.jsonl keeps, by row_id and hash."""
-    wanted = {}
+    wanted, dropped = {}, set()
     for number, entry in enumerate(each_jsonl(file), 1):
         for key in ("row_id", "hash", "rank", "kept"):
             if key not in entry:
@@ -101,6 +101,11 @@ def keep_rows(rows, file):
                             "or false")
         if entry["kept"]:
             wanted[entry["row_id"]] = entry["hash"]
+        else:
+            dropped.add(entry["row_id"])
+        if entry["row_id"] in dropped and entry["row_id"] in wanted:
+            raise UserError(f"{file} line {number}: row_id {entry['row_id']} is kept in one line "
+                            "and not in another; leave one of them")
     ids, hashes = rows["row_id"][:], rows["hash"][:]
     positions = [p for p, row_id in enumerate(ids) if row_id in wanted]
     for p in positions:
@@ -169,7 +174,9 @@ def print_label_table(metrics, scores):
     keys = sorted({k.split("/", 1)[1] for k in metrics if k.split("/")[0] in scores},
                   key=lambda k: (k.count("/"), k))
     rows = [[name, *(metrics.get(f"{name}/{key}") for key in keys)] for name in scores]
-    print(table(["ranking by", *keys], rows))
+    # A kind comes from the rows: it must not steer the terminal, nor fill the screen.
+    shown = ["".join(c if c.isprintable() else "?" for c in key)[:40] for key in keys]
+    print(table(["ranking by", *shown], rows))
 
 
 # --- row tests ------------------------------------------------------------------------------------
@@ -329,15 +336,19 @@ def verdicts(found, trusted, made, text_reasons=()):
     return surprise, reason, notes
 
 
-def columns_of_tests(tests):
-    """Columns of a ranking from `row_tests`: reason and the numbers, None where there is none."""
-    names = ("surprise", "end", "relevance", "fluency", "repetition", "echo")
-    if "reason" not in tests:  # base losses of an older run, which is continued
+def columns_of_tests(tests, places):
+    """Columns of a ranking for the rows at `places`: reason and numbers, None where there is none.
+
+    tests: {name: (N,)} of `row_tests`; without a reason (base losses of an older run) no columns.
+    """
+    if "reason" not in tests:
         return {}
-    return {"reason": [None if place < 0 else list(REASONS)[place]
-                       for place in tests["reason"].tolist()],
-            **{name: [None if math.isnan(value) else value for value in tests[name].tolist()]
-               for name in names}}
+    reasons = list(REASONS)
+    return {"reason": [None if place < 0 else reasons[place]
+                       for place in tests["reason"][places].tolist()],
+            **{name: [None if math.isnan(value) else value
+                      for value in tests[name][places].tolist()]
+               for name in ("surprise", "end", "relevance", "fluency", "repetition", "echo")}}
 
 
 def groups_of(prompt, answer, length):
@@ -355,7 +366,8 @@ def first_look(tests, notes, rows):
     groups: [[group, rows, flagged]] by length (tokens), language and code. worst: of each reason
     the WORST most surprising rows, {row_id, reason, surprise, prompt, response}.
     """
-    reasons, counts, worst = columns_of_tests(tests)["reason"], {}, collections.defaultdict(list)
+    reasons = columns_of_tests(tests, torch.arange(len(rows)))["reason"]
+    counts, worst = {}, collections.defaultdict(list)
     start = 0
     for part in rows.select_columns(["prompt", "response"]).iter(batch_size=10_000):
         for place, texts in enumerate(zip(part["prompt"], part["response"], strict=True), start):

@@ -186,7 +186,8 @@ def start(run, selects=True):
         for name, optimizer in run.optimizers.items():
             optimizer.load_state_dict(run.saved[name])
     run.tests = {} if args.skip_scores else base_tests(run)
-    run.base_losses, run.test_columns = run.tests.get("losses"), ranking.columns_of_tests(run.tests)
+    run.base_losses = run.tests.get("losses")
+    run.tested = functools.partial(ranking.columns_of_tests, run.tests)  # places -> columns
     run.reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
         run.reference = reference_margins(
@@ -293,7 +294,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if scores:
         ranks, kept = ranking.write_ranking(
             run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
-            {"weight": run.selector.weights().cpu(), **columns, **run.test_columns})
+            {"weight": run.selector.weights().cpu(), **columns}, run.tests)
         write_shown(run, ranks)
         result |= kept_losses(run, kept, more)
     labels = ranking.label_metrics(lower, scores)

@@ -153,11 +153,11 @@ def score_rows(args, levels):
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
     if args.method == "tests":
-        values, columns = score_by_tests(model, models.load_tokenizer(args.model), levels,
-                                         args.seed)
+        values, columns, tests = score_by_tests(model, models.load_tokenizer(args.model), levels,
+                                                args.seed)
         if args.keep_fraction is None:
-            args.keep_fraction = columns["reason"].count(None) / len(lower)
-        return values, columns
+            args.keep_fraction = (tests["reason"] < 0).double().mean().item()
+        return values, columns | {"tests": tests}
     ratios = scores.ifd_ratios(model, lower)
     return scores.ifd_scores(ratios, args.ifd_order), {"ifd": ratios}
 
@@ -177,8 +177,9 @@ def main(argv=None):
         bad = lower[int((~torch.isfinite(values)).nonzero()[0])]["row_id"]
         raise UserError(f"the {args.method} score of row_id {bad} is not finite; is the model "
                         "sound in this --dtype?")
+    tests = columns.pop("tests", None)
     _, kept = ranking.write_ranking(args.out, lower, values, args.keep_fraction,
-                                   {"score": values, **columns})
+                                    {"score": values, **columns}, tests)
     labels = ranking.label_metrics(lower, {args.method: values})
     if labels:
         ranking.print_label_table(labels, {args.method: values})

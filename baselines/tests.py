@@ -15,7 +15,7 @@ SHOWN = 200  # characters of an example
 
 
 def score_by_tests(model, tokenizer, levels, seed):
-    """(scores (N,), higher is better; columns of the ranking) of the lower rows; prints the result.
+    """(scores (N,), higher is better; columns of the ranking; tests) of the lower rows, printed.
 
     The trusted rows, if any, are those that training would train on.
     """
@@ -24,8 +24,7 @@ def score_by_tests(model, tokenizer, levels, seed):
     print_look(ranking.first_look(tests, notes, levels.lower))
     # Flagged rows last: a score equal to theirs may stand on a row that is not flagged.
     scores = -tests["surprise"] - 1e-9 * (tests["reason"] >= 0)
-    return scores, ranking.columns_of_tests(tests) | {
-        "loss": tests["loss"], "length": tests["length"].long()}
+    return scores, {"loss": tests["loss"], "length": tests["length"].long()}, tests
 
 
 def one_screen_line(text, end=False):

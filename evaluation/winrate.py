@@ -390,6 +390,9 @@ def run_winrate(args):
     for name in ("retries", "parallel", "max_new_tokens"):
         if getattr(args, name, 1) < (name != "retries"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: is too small")
+    if not 0 <= getattr(args, "temperature", 0.0) < math.inf:
+        raise UserError(f"--temperature {args.temperature}: 0 is greedy, else a finite number "
+                        "above it")
     read = ("model", "prompts", "outputs", "reference")
     inputs = [getattr(args, name) for name in read if hasattr(args, name)]
     for name in ("out", "cache"):

@@ -160,7 +160,9 @@ def test_made_faults_tell_how_much_of_a_file_is_bad(share):
     good, bad = draw(4000, 6, "normal"), draw(round(4000 * share / (1 - share)), 7, "normal") + 5
     null, found = detect.without_made(torch.cat([good, bad]), draw(1000, 8, "normal") + 5)
     assert found == pytest.approx(share, abs=0.05)
-    assert null.mean() == pytest.approx(0, abs=0.15) and null.std() == pytest.approx(1, abs=0.2)
+    assert null.median().abs() < 0.15
+    # What cannot be told apart stays in: the tail is never lighter than that of the good rows.
+    assert 1.2 < torch.quantile(null, 0.9) < 2 and torch.quantile(null, 0.99) > 2.2
 
 
 def test_knows_ends_is_the_auroc():
@@ -203,9 +205,21 @@ def test_a_clean_file_comes_out_clean_and_a_dirty_one_does_not(trusted):
     assert ranking.auroc(-score, bad) > 0.95
     assert flagged[:150].double().mean() > 0.8 and flagged[300:].double().mean() < 0.05
     assert [reason[:150].count("end") > 100, reason[150:300].count("end") < 10] == [True, True]
-    assert reason[150:300].count("relevance") > 40
+    assert reason[150:300].count("relevance") > 25
     assert all((name is None) == (not bad) for name, bad in
                zip(reason, flagged.tolist(), strict=True))
+
+
+def test_rows_that_their_text_gives_away_are_no_part_of_the_null():
+    """Echoes have a very low loss; as many as that would make ordinary rows look garbled."""
+    found = file_of(1000, 1)
+    found["copied"][:500], found["news"][:500] = 1.0, 0.0
+    found["fluency"][:500] *= 0.3
+    found["length"][:500] = found["length"][:500].clamp_min(10)
+    found["relevance"][:500] = -2.5 * found["length"][:500]
+    _, flagged, reason = detect.judge(detect.surprises(found))
+    assert reason[:500].count("echo") > 400 and flagged[500:].double().mean() < 0.1
+    assert (detect.surprises(found)["fluency"][500:] > 5).double().mean() < 0.02
 
 
 def test_trusted_rows_of_another_style_are_no_null():

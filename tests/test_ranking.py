@@ -2,6 +2,7 @@
 
 import itertools
 
+import datasets
 import pytest
 import torch
 from conftest import make_llama, make_rows, write_rows
@@ -10,8 +11,8 @@ import batches
 import logprobs
 from batches import exact_match, mean_losses, row_losses
 from data import tokens
-from ranking import auroc, ranking_metrics
-from utils import table
+from ranking import auroc, keep_rows, print_label_table, ranking_metrics
+from utils import UserError, table
 
 # --- rankings -------------------------------------------------------------------------------------
 
@@ -172,3 +173,25 @@ def test_precision_and_recall_do_not_depend_on_the_files_order():
         order = torch.randperm(7, generator=torch.Generator().manual_seed(seed)).tolist()
         assert ranking_metrics(*([values[i] for i in order] for values in (
             scores, bad, kinds))) == pytest.approx(expected)
+
+
+def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):
+    """In either order; keeping it twice says nothing new."""
+    rows = datasets.Dataset.from_list([{"row_id": i, "hash": f"{i}"} for i in range(3)])
+    for flags, fine in (((True, False), False), ((False, True), False), ((True, True), True)):
+        file = write_rows(tmp_path / "ranking.jsonl", [
+            {"row_id": 1, "hash": "1", "rank": 1, "kept": kept} for kept in flags])
+        if fine:
+            assert keep_rows(rows, file)["row_id"] == [1]
+            continue
+        with pytest.raises(UserError, match="line 2: row_id 1 is kept in one line and not in"):
+            keep_rows(rows, file)
+
+
+def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
+    scores, bad = torch.tensor([1.0, 2.0, 3.0]), [True, False, False]
+    kinds = ["\x1b[2J" + "x" * 50_000, "", ""]
+    metrics = {f"weight/{key}": value for key, value in ranking_metrics(scores, bad, kinds).items()}
+    print_label_table(metrics, {"weight": scores})
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and len(text) < 1000

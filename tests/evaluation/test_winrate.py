@@ -557,3 +557,10 @@ def test_markdown_cells_hold_any_text():
     text = markdown_table(["a|b"], [["x\ny | <script>"]])
     assert text.splitlines()[0] == "| a\\|b |"
     assert text.splitlines()[2] == "| x<br>y \\| &lt;script> |"
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_temperature_that_is_none_is_refused(folders, tmp_path, refused, value):
+    assert f"--temperature {float(value)}: 0 is greedy" in refused(lambda: run_winrate(
+        ["generate", str(folders["llama"]), "--prompts", "p.json", "--out",
+         str(tmp_path / "o.json"), "--temperature", value]))

@@ -146,7 +146,8 @@ def assert_same_run(run, whole, tolerance=TOLERANCE):
         mine, theirs = load_file(run / name), load_file(whole / name)
         assert mine.keys() == theirs.keys()
         for key in mine:
-            torch.testing.assert_close(mine[key], theirs[key], rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(mine[key], theirs[key], rtol=tolerance, atol=tolerance,
+                                       equal_nan=True)
     for name in ("weights.jsonl", "curated.jsonl", "metrics.jsonl"):
         assert (run / name).exists() == (whole / name).exists()
         if (whole / name).exists():
