@@ -17,6 +17,7 @@ from pathlib import Path
 
 import batches
 import models
+import ranking
 import session
 import train_online
 from evaluation.report import write_report
@@ -113,11 +114,12 @@ def print_minutes(run):
             for name in ("lower", "upper")}
     lower = run.num_rows * mean["lower"]
     held_out = batches.count_tokens(run.levels.upper_heldout)
+    trusted = min(len(run.upper), ranking.TRUSTED)
     hat = bool(args.correction)
     # theta's step on both levels and omega's forward; theta_hat's step and forward; then the row
     # tests (two forwards), the final losses of every row, and the held-out rows before and after.
     steps = run.num_rows * (mean["lower"] + mean["upper"]) + hat * lower
-    forwards = (1 + hat) * lower + 2 * (lower + 300 * mean["upper"]) + (1 + hat) * lower \
+    forwards = (1 + hat) * lower + 2 * (lower + trusted * mean["upper"]) + (1 + hat) * lower \
         + 2 * held_out
     masked = round(args.ratio_masked * run.num_rows)
     answers = masked / 2 + masked + len(run.levels.upper_heldout)
