@@ -14,11 +14,12 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 
 import pyarrow.compute
 
+import accept
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import longest_prompt
-from data.tokens import LABELS, response_text
+from data.tokens import LABELS, empty_prompt, response_text
 from generate import generate
 from runtime.processes import rank, share_list
 from toy import corpus
@@ -41,15 +42,6 @@ def end_tokens(rows, tokenizer):
             return ends | {rows[start + place]["input_ids"][-1]}
         start += len(part)
     return ends
-
-
-def empty_prompt(prompts):
-    """What all prompts begin and end with: the template around an empty question."""
-    first, shortest = prompts[0], min(len(p) for p in prompts)
-    head = next((i for i in range(shortest) if any(p[i] != first[i] for p in prompts)), shortest)
-    tail = next((i for i in range(shortest - head) if any(p[-1 - i] != first[-1 - i]
-                                                          for p in prompts)), shortest - head)
-    return (first[:head] + first[len(first) - tail:]) or first[:1]
 
 
 def repetitive(tokens, size=4):
@@ -131,8 +123,8 @@ def calibrate(model, held_out, sampling, blank):
 def refine(run, positions, sampling):
     """A greedy answer to the rows at these positions, and what to do with it.
 
-    Returns ({position: {refined, recommended, margin, refined_logp}}, threshold, false-replacement
-    rate), see `calibrate`.
+    Returns {position: {refined, recommended, margin, refined_logp}}, and metrics: the threshold and
+    the false-replacement rate, see `calibrate`.
     """
     model, lower = run.model, run.levels.lower
     rows = [lower[p] for p in positions]
@@ -155,14 +147,14 @@ def refine(run, positions, sampling):
         refined[position] = {
             "refined": text, "recommended": recommend(margins[i], threshold, fine),
             "margin": margins[i], "refined_logp": -(losses[i] * lengths[i]).item()}
-    return refined, threshold, false_rate
+    return refined, {"refined/threshold": threshold, "refined/false_replacement": false_rate}
 
 
 def current_logps(model, buffer):
     """{position: (G,) log-probs of its training answers under the model of now}."""
-    if not buffer:
+    positions = sorted(p for p in buffer if buffer[p].old_logps is not None)
+    if not positions:
         return {}
-    positions = sorted(buffer)
     losses, lengths = row_losses(model, [row for p in positions for row in buffer[p].rows],
                                  label="ratios")
     logps = (-losses.double() * lengths).view(len(positions), -1)
@@ -173,16 +165,18 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
     """Answer the bottom-R rows once more, greedily, and write `curated.jsonl`, best row first.
 
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
+    A mask that was given is answered, not the bottom R; under `--refine accept` as accept.py does.
     One line a row: row_id, hash, rank, kept, prompt, response (the original), refined, recommended,
     margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
-    (lists over its G answers), refined_logp, and the row tests; where the source has them also bad,
-    kind, and of a conversation all messages, the original answer the last. Returns metrics for the
-    result.
+    (lists over its G answers), refined_logp; way, source, why of accept.py; and the row tests;
+    where the source has them also bad, kind, and of a conversation all messages, the original
+    answer the last. Returns metrics for the result.
     """
     lower, weights = run.levels.lower, run.selector.weights().cpu()
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
-    bottom = bottom.nonzero().flatten().tolist()
-    refined, threshold, false_rate = refine(run, bottom, sampling)
+    bottom = (bottom if run.given_mask is None else mask).nonzero().flatten().tolist()
+    rewrite = accept.rewrite if run.args.refine in accept.RULES else refine
+    refined, metrics = rewrite(run, bottom, sampling)
     current = current_logps(run.model, buffer)
 
     def entry(p):
@@ -191,12 +185,14 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
                 "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
                 "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
                 "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
-                "ratio": None, "logps": None, "old_logps": None,
+                "ratio": None, "logps": None, "old_logps": None, "way": None, "source": None,
+                "why": None,
                 **{name: value for name, (value,) in run.tested([p]).items()}}
+        if p in buffer:
+            line["generated_at"] = buffer[p].step
         if p in current:
             old = buffer[p].old_logps
-            line |= {"generated_at": buffer[p].step, "logps": current[p].tolist(),
-                     "old_logps": old.tolist(),
+            line |= {"logps": current[p].tolist(), "old_logps": old.tolist(),
                      "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
         return line | refined.get(p, {}) | {name: row[name] for name in LABELS if name in row} | (
             {"messages": conversation(row)} if row.get("messages") else {})
@@ -210,8 +206,7 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
     choices = [answer["recommended"] for answer in refined.values()]
     return {"refined/answers": len(choices),
             **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
-            "refined/threshold": threshold, "refined/false_replacement": false_rate,
-            **truth_metrics([entry(p) for p in bottom])}
+            **metrics, **truth_metrics([entry(p) for p in bottom])}
 
 
 def truth_metrics(entries):
@@ -221,6 +216,7 @@ def truth_metrics(entries):
     when the recommendation, always the refined, or never the refined one is taken; and the
     precision of "refined": of the rows so recommended, the share whose new answer is right.
     """
+    entries = [entry for entry in entries if entry["refined"] is not None]
     if not entries or not corpus.is_toy(entries[0]["prompt"]):
         return {}
 

@@ -8,9 +8,16 @@ import math
 import re
 
 import detect
-from batches import SPARE_ROW, answer_row, pack, row_losses, take, token_groups, tokens_only
-from curate import empty_prompt
-from data.tokens import special_tokens
+from batches import (
+    SPARE_ROW,
+    answer_row,
+    pack,
+    row_losses,
+    take,
+    token_groups,
+    tokens_only,
+)
+from data.tokens import empty_prompt, special_tokens
 from logprobs import token_logps
 from models import is_sharded
 from runtime.processes import all_sum, in_step, rank, world_size
@@ -118,6 +125,12 @@ def keep_rows(rows, file):
         print(f"warning: {len(wanted) - len(positions)} of the {len(wanted)} rows that {file} "
               "keeps are not among the lower rows")
     return rows.select(positions)
+
+
+def rows_not_kept(rows, file):
+    """(N,) bool: the rows that a ranking file does not keep; for the file see `keep_rows`."""
+    kept = set(keep_rows(rows, file)["row_id"][:])
+    return torch.tensor([row_id not in kept for row_id in rows["row_id"][:]])
 
 
 # --- rankings against known labels ----------------------------------------------------------------

@@ -283,7 +283,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     scores, more = ({}, {}) if run.base_losses is None else final_scores(run, columns, result)
     if args.method in ("bds", "online"):
         omega = run.selector.logits.cpu()
-        if masked is not None and args.masked != "original":
+        if masked is not None and args.refine != "original":
             omega = ranking.original_scores(omega, masked, more["implicit"], mask_is_ranked)
         scores = {"weight": omega} | scores
     for key, value in result.items():

@@ -23,22 +23,26 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 12. The dynamic mask is the bottom R of the weights at each refresh. At the first step all weights
     are equal and it is a random one.
 13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta.
-14. `--masked drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
+14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
     be that the bad answers are gone, and `drop` shows how much.
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
+16. Beyond the paper: `--refine accept` trains on a new answer only where trusted rows say that such
+    answers are right (accept.py). `--mask FILE` masks the rows that a ranking does not keep.
 """
 
 import argparse
 import math
 import time
 
+import accept
 import batches
 import curate
 import models
 import monitor
 import options
+import ranking
 import session
 from bmo_weights import (
     MAX_LOG_RATIO,
@@ -69,13 +73,15 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         description="Online self-refining generation. Published values in brackets.")
     add = parser.add_argument_group("method").add_argument
-    add("--mask", choices=("static", "dynamic"), default="static", help="(static; safety: dynamic)")
+    add("--mask", default="static", help="static, dynamic, or a ranking file: masked are the rows "
+        "that it does not keep (static; safety: dynamic)")
     add("--ratio-masked", type=float, default=0.1, help="R, share of masked rows (0.05, 0.1, 0.2)")
     add("--num-answers", type=int, default=1, help="G, answers to a masked question (1, 5)")
     add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
-    add("--masked", choices=("generate", "drop", "original"), default="generate",
-        help="the paper's method, or a control: no lower loss, or the original answer")
+    add("--refine", choices=("generate", "drop", "original", *accept.RULES), default="generate",
+        help="the paper's method; no lower loss; the original answer; new answers where trusted "
+        "rows show that they are right; as many at random")
     add("--ratio", choices=("sequence", "lambda"), default="sequence",
         help="weight of an answer: r, or G lambda")
     add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
@@ -104,10 +110,16 @@ def parse_args(argv=None):
 
 def check_refreshes(args, run):
     """The arithmetic of masks and refreshes, printed; whether the last mask is one by weights."""
-    num_masked = round(args.ratio_masked * run.num_rows)
+    num_masked, run.given_mask = round(args.ratio_masked * run.num_rows), None
+    if args.mask not in ("static", "dynamic"):
+        run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
+        args.masked_rows = run.given_mask.nonzero().flatten().tolist()  # for --resume
+        num_masked = len(args.masked_rows)
+        print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep")
+    if args.refine in accept.RULES:
+        accept.split_trusted(run)
     if num_masked == 0:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: of {run.num_rows} rows none is "
-                        "masked")
+        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
@@ -118,7 +130,7 @@ def check_refreshes(args, run):
         print("warning: --mask dynamic: the only refresh is before the first step, when all "
               "weights are equal, so the mask is a random one; make --k-gen smaller than "
               f"{run.total_steps}")
-    if args.masked == "generate":
+    if args.refine == "generate":
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: R {args.ratio_masked} x {run.num_rows} rows = {num_masked} masked; a "
               f"refresh every {args.k_gen} steps answers about {round(num_masked * read)} of them "
@@ -137,20 +149,23 @@ def sampling_options(args, run):
 class Answers:
     """What a lower row trains on: its original row, G generated ones, or nothing (dropped).
 
-    rows: tokenised rows; old_logps (G,): log-probs when written, None for originals; step: of the
-    refresh that wrote them.
+    rows: tokenised rows; old_logps (G,): log-probs when written, None for originals and accepted
+    answers; step: of the refresh that wrote them; weight: of an accepted answer, its precision.
     """
 
-    def __init__(self, rows, old_logps=None, step=None):
-        self.rows, self.old_logps, self.step = rows, old_logps, step
+    def __init__(self, rows, old_logps=None, step=None, weight=1.0):
+        self.rows, self.old_logps, self.step, self.weight = rows, old_logps, step, weight
 
 
-def begin(saved, num_rows):
+def begin(run, sampling):
     """mask (N,), buffer {position: `Answers`} and count of answers: saved ones, or none yet."""
-    if saved is None:
-        return torch.zeros(num_rows, dtype=torch.bool), {}, 0
-    return (saved["mask"], {p: Answers(*answers) for p, answers in saved["buffer"].items()},
-            saved["num_answers"])
+    if run.args.refine in accept.RULES:
+        accept.prepare(run, sampling)
+    if run.saved is None:
+        return (torch.zeros(run.num_rows, dtype=torch.bool) if run.given_mask is None
+                else run.given_mask), {}, 0
+    buffer = {p: Answers(*answers) for p, answers in run.saved["buffer"].items()}
+    return run.saved["mask"], buffer, run.saved["num_answers"]
 
 
 # --- lines 3 and 5-8: mask and generate -----------------------------------------------------------
@@ -186,18 +201,23 @@ def refresh(run, before, number, sampling):
     """Lines 3 and 5-8: the mask (N,), {position: `Answers`} of its rows that are read, metrics.
 
     before: the mask until now; number: of the refresh. Rows that the next K_gen steps do not read
-    get no answers (deviation 11), nor does any under `--masked drop` and `original`.
+    get no answers (deviation 11), nor does any under `--refine drop` and `original`.
     """
     args, started = run.args, time.perf_counter()
-    mask = new_mask(args.mask, args.ratio_masked, run.selector.logits, before, args.seed, number)
+    mask = run.given_mask if run.given_mask is not None else new_mask(
+        args.mask, args.ratio_masked, run.selector.logits, before, args.seed, number)
     metrics = {"mask_churn": float((mask & ~before).sum() / mask.sum())}
-    if args.masked != "generate":
+    if args.refine in ("drop", "original"):
         return mask, {}, metrics
     coming = [p for p in batches.coming_rows(run.num_rows, args.batch, args.seed, run.step,
                                              min(run.step + args.k_gen, run.total_steps))
               if mask[p]]
     if not coming:  # a short window may read no masked row
         return mask, {}, metrics | {"answers": 0}
+    if args.refine in accept.RULES:
+        accepted, values = accept.accepted_answers(run, coming, sampling, number)
+        return mask, {p: Answers([row], None, run.step, weight)
+                      for p, (row, weight) in accepted.items()}, metrics | values
     rows = run.levels.lower.select(coming)
     answers, written = answer(
         run.model, [batches.prompt_of(row) for row in batches.take(run.lower, coming)],
@@ -215,10 +235,10 @@ def refresh(run, before, number, sampling):
 
 
 def step_answers(lower, lower_rows, mask, buffer, drop):
-    """What each lower row of a step trains on: one `Answers` a row of lower_rows (B,)."""
+    """`Answers` of each row of lower_rows (B,); drop: none for a masked row that has no new one."""
     rows = batches.take(lower, lower_rows)
-    return [Answers([]) if mask[p] and drop else
-            buffer[p] if mask[p] and p in buffer else Answers([row])
+    return [Answers([row]) if not mask[p] else
+            buffer[p] if p in buffer else Answers([] if drop else [row])
             for p, row in zip(lower_rows.tolist(), rows, strict=True)]
 
 
@@ -247,9 +267,10 @@ def lower_terms(questions, logps, lengths, weighing):
     owner = torch.tensor([q for q, answers in enumerate(questions) for _ in answers.rows],
                          dtype=torch.long, device=losses.device)
     counts = torch.bincount(owner, minlength=len(questions)).clamp_min(1)
-    ratio, used, num_clamped = torch.ones_like(losses), None, 0
+    ratio, used, num_clamped = losses.new_tensor(
+        [answers.weight for answers in questions for _ in answers.rows]), None, 0
     written = [answers for answers in questions if answers.old_logps is not None]
-    if written and weighing is not None:  # generated answers count by r, originals by one
+    if written and weighing is not None:  # generated answers count by r, others by their weight
         new = torch.tensor([answers.old_logps is not None for answers in questions
                             for _ in answers.rows], device=losses.device)
         old = torch.stack([answers.old_logps for answers in written]).to(logps)
@@ -361,7 +382,7 @@ def main(argv=None):
     session.start(run)
     limits = run.limits | {"num_answers": args.num_answers}
     sampling = sampling_options(args, run)
-    mask, buffer, num_answers = begin(run.saved, run.num_rows)
+    mask, buffer, num_answers = begin(run, sampling)
 
     while run.step < run.total_steps:
         epoch, k = divmod(run.step, run.steps_per_epoch)
@@ -379,7 +400,8 @@ def main(argv=None):
         lower_rows = batches.epoch_batch(run.num_rows, args.batch, args.seed, epoch, k)
         upper_rows = batches.cycle(len(run.upper), run.step * args.batch, args.batch, args.seed)
         upper_batch, reference = batches.take(run.upper, upper_rows), run.reference["upper"]
-        lower_batch = step_answers(run.lower, lower_rows, mask, buffer, args.masked == "drop")
+        lower_batch = step_answers(run.lower, lower_rows, mask, buffer,
+                                   args.refine not in ("generate", "original"))
         present = torch.tensor([bool(answers.rows) for answers in lower_batch])
         weights = run.selector.weights(lower_rows)
 
@@ -406,7 +428,7 @@ def main(argv=None):
             batches.sequences(upper_batch) + [row for q in lower_batch for row in q.rows])}
         monitor.end_step(run, metrics, started, {
             "mask": mask, "num_answers": num_answers,
-            "buffer": {p: [a.rows, a.old_logps, a.step] for p, a in buffer.items()}})
+            "buffer": {p: [a.rows, a.old_logps, a.step, a.weight] for p, a in buffer.items()}})
     session.finish(run, mask, lambda ranks, kept: {"answers_generated": num_answers}
                    | curate.curated_set(run, mask, buffer, sampling, ranks, kept), mask_is_ranked)
 

@@ -403,6 +403,15 @@ def show_example(row, tokenizer):
     return text
 
 
+def empty_prompt(prompts):
+    """What all prompts begin and end with: the template around an empty question."""
+    first, shortest = prompts[0], min(len(p) for p in prompts)
+    head = next((i for i in range(shortest) if any(p[i] != first[i] for p in prompts)), shortest)
+    tail = next((i for i in range(shortest - head) if any(p[-1 - i] != first[-1 - i]
+                                                          for p in prompts)), shortest - head)
+    return (first[:head] + first[len(first) - tail:]) or first[:1]
+
+
 def response_text(tokenizer, ids, template=None):
     """The text of a generated answer, without what a plain template writes behind every response.
 

@@ -225,15 +225,15 @@ ABLATIONS = {  # question: {label: method, (name, command) or (name, command, to
         "75": ("first refresh 75", f"{ON40} --first-refresh 75"),
         "150": ("first refresh 150", f"{ON40} --first-refresh 150")},
     "masked rows (R = 40 %)": {
-        "generate": ("online R=40%", ON40), "drop": ("drop R=40%", f"{ON40} --masked drop"),
+        "generate": ("online R=40%", ON40), "drop": ("drop R=40%", f"{ON40} --refine drop"),
         "original": "BDS"},
     "mask (R = 40 %)": {
         "static": ("online R=40%", ON40),
         "dynamic": ("dynamic R=40%", f"{ON40} --mask dynamic{SHORT_DYNAMIC}"),
         "dynamic from 150": ("dynamic late R=40%", LATE),
-        "dynamic from 150, dropped": ("dynamic late drop R=40%", f"{LATE} --masked drop"),
+        "dynamic from 150, dropped": ("dynamic late drop R=40%", f"{LATE} --refine drop"),
         "dynamic, dropped": ("dynamic drop R=40%",
-                             f"{ON40} --mask dynamic --masked drop{SHORT_DYNAMIC}")},
+                             f"{ON40} --mask dynamic --refine drop{SHORT_DYNAMIC}")},
     **{level: {
         method: method if share == 0.4 else (  # the toy as it is
             f"{level}: {method}", METHODS[method], f"--noise {share}")

@@ -62,9 +62,9 @@ METHODS = {
     "online R=10% G=5": f"{ON} --ratio-masked 0.1 --num-answers 5",
     "online R=20% G=1": f"{ON} --ratio-masked 0.2",
     "online dynamic": DYNAMIC,
-    "control: drop": f"{ON} --ratio-masked 0.1 --masked drop",
-    "control: dynamic, drop": f"{DYNAMIC} --masked drop",
-    "control: original": f"{ON} --ratio-masked 0.1 --masked original",
+    "control: drop": f"{ON} --ratio-masked 0.1 --refine drop",
+    "control: dynamic, drop": f"{DYNAMIC} --refine drop",
+    "control: original": f"{ON} --ratio-masked 0.1 --refine original",
 }
 # In short runs the dynamic mask is drawn from centred weights after 25 steps: else every row that
 # was read sinks, and the bottom R are the rows read last.

@@ -22,7 +22,8 @@ from toy import corpus
 
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
            "margin", "refined_logp", "weight", "masked", "generated_at", "ratio", "logps",
-           "old_logps", "reason", "surprise", "end", "relevance", "fluency", "repetition", "echo"]
+           "old_logps", "way", "source", "why", "reason", "surprise", "end", "relevance",
+           "fluency", "repetition", "echo"]
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -302,9 +303,9 @@ def test_masked_rows_are_ranked_among_themselves(online, files, options):
         assert {first["masked"], second["masked"]} == {True, False}
 
 
-@pytest.mark.parametrize("masked", ["drop", "original"])
-def test_controls_write_a_curated_set_too(online, files, masked):
-    run = online(files(lower=10, upper=6), batch=5, epochs=2, omega_lr=10, masked=masked)
+@pytest.mark.parametrize("control", ["drop", "original"])
+def test_controls_write_a_curated_set_too(online, files, control):
+    run = online(files(lower=10, upper=6), batch=5, epochs=2, omega_lr=10, refine=control)
     assert sum(entry["refined"] is not None for entry in run.curated) == 3
     assert all(entry["ratio"] is None for entry in run.curated)
     assert sum(entry["masked"] for entry in run.curated) == 3

@@ -91,7 +91,7 @@ def stop_at(monkeypatch):
      "ratio": "lambda", "schedule": "cosine"},
     {"num_answers": 2, "correction": 0.5, "first_refresh": 2, "omega_loss": "current",
      "gradient_checkpointing": True},
-    {"masked": "drop", "mask": "dynamic", "omega_lr": 20}],
+    {"refine": "drop", "mask": "dynamic", "omega_lr": 20}],
     ids=["dynamic", "adam, centred, lambda", "corrected, late refresh", "drop"])
 def test_stopped_anywhere_goes_on_bit_for_bit(online, files, stop_at, options):
     """Stopped in the middle of refreshes, between them, and after training; refreshes fall on
@@ -130,8 +130,8 @@ def test_a_checkpoint_holds_the_buffer_and_the_mask(online, files, stop_at, tmp_
                        weights_only=True)
     assert int(state["mask"].sum()) == 6 and state["num_answers"] == 12
     assert sorted(state["buffer"]) == state["mask"].nonzero().flatten().tolist()
-    for rows, old_logps, step in state["buffer"].values():
-        assert len(rows) == 2 and old_logps.dtype == torch.float64 and step == 0
+    for rows, old_logps, step, weight in state["buffer"].values():
+        assert len(rows) == 2 and old_logps.dtype == torch.float64 and (step, weight) == (0, 1)
     stop_at(None)
     calls, write = [], train_online.generate
 
@@ -160,7 +160,7 @@ def test_a_finished_run_may_be_ranked_again(online, files):
 
 
 @pytest.mark.parametrize("changes", [
-    {"k_gen": 2}, {"num_answers": 2}, {"ratio_masked": 0.5}, {"masked": "drop"},
+    {"k_gen": 2}, {"num_answers": 2}, {"ratio_masked": 0.5}, {"refine": "drop"},
     {"ratio": "lambda"}, {"temperature": 0.9}, {"mask": "dynamic"}, {"first_refresh": 1}],
     ids=lambda changes: next(iter(changes)))
 def test_another_argument_is_refused_by_name(online, files, refused, changes):

@@ -87,7 +87,7 @@ def token_logps(model, row):
     return logps[torch.arange(start - 1, len(ids) - 1), ids[start:]]
 
 
-def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, clip, masked,
+def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, clip, refine,
             ratio, num_answers, omega_loss, max_log_ratio, correction, k_gen):
     """Full-batch Algorithm 1 in float64, straight from Eqs. PBGD-1 and PBGD-2."""
     from transformers import AutoTokenizer
@@ -105,9 +105,9 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, c
 
     def lower_loss(model, i, refresh, used=None):
         """Row i's loss; with a list `used`, answers weighted by their ratio, and [(r, clamped)]."""
-        if not spied.masks[refresh][i] or masked == "original":
+        if not spied.masks[refresh][i] or refine == "original":
             return mean_loss(model, lower[i])
-        if masked == "drop":
+        if refine == "drop":
             return torch.zeros((), dtype=torch.float64)
         answers, old = answers_of(refresh, i)
         losses = [-token_logps(model, y).mean() for y in answers]
@@ -130,7 +130,7 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, c
     for k in range(epochs):
         rho, refresh, used = 0.1 + 0.1 * k, k // k_gen, []
         gamma = rho / (1 - rho)
-        if masked == "generate":
+        if refine == "generate":
             assert sorted(spied.answers[refresh][1]) == spied.masks[refresh].nonzero(
                 ).flatten().tolist()
             if k % k_gen == 0:  # pi_old is the model of this step, at temperature 1
@@ -172,8 +172,8 @@ CASES = {
     "clamped": {"num_answers": 2, "max_log_ratio": 0.3},
     "lambda": {"num_answers": 3, "ratio": "lambda", "micro_batch": 4},
     "corrected": {"num_answers": 2, "correction": 0.6},
-    "drop": {"masked": "drop"},
-    "original": {"masked": "original"},
+    "drop": {"refine": "drop"},
+    "original": {"refine": "original"},
 }
 
 
@@ -181,7 +181,7 @@ CASES = {
 def test_eq_online_run_in_float64(online, files, folders, adapters, spied, case):
     """Algorithm 1, Eqs. PBGD-1 and PBGD-2: three full-batch steps of theta and omega, three of
     seven rows masked, refreshes before the first and the third, ratios not one, clipping active."""
-    options = {"mask": "static", "masked": "generate", "ratio": "sequence", "num_answers": 1,
+    options = {"mask": "static", "refine": "generate", "ratio": "sequence", "num_answers": 1,
                "omega_loss": "next", "max_log_ratio": 5.0, "correction": 0.0, "lr": 3e-3,
                "omega_lr": 2.0, "clip": 0.7, "k_gen": 2, "micro_batch": 2} | CASES[case]
     model = options.pop("model", "llama")
@@ -206,7 +206,7 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, spied, case)
     for name, value in theta.items():
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=1e-5,
                                    atol=3e-3 * 1e-4, msg=name)
-    if options["masked"] == "generate" and options["ratio"] == "sequence":
+    if options["refine"] == "generate" and options["ratio"] == "sequence":
         assert all(abs(step["ratio_mean"] - 1) > 1e-3 for step in record)
     assert (record[0]["ratio_clamped"] > 0) == (case == "clamped")
 
@@ -271,12 +271,12 @@ def test_ratios_that_overflow(online, files, spied, refused, tmp_path):
     {"correction": 0.7, "omega_lr": 5, "schedule": "cosine"}],
     ids=["float64", "adam, centred, current", "corrected"])
 def test_original_is_offline_selection_bit_for_bit(train, online, files, adapters, options):
-    """`--masked original` at any mask: theta, omega after every epoch, and each logged number."""
+    """`--refine original` at any mask: theta, omega after every epoch, and each logged number."""
     paths = files(lower=19, upper=9)
     options = {"batch": 8, "micro_batch": 3, "epochs": 4, "lr": 5e-3, "rho_start": 0.4,
                "adapter": adapters["llama"]} | options
     bds = train(paths, out="bds", **options)
-    run = online(paths, out="online", masked="original", mask="dynamic", k_gen=2, **options)
+    run = online(paths, out="online", refine="original", mask="dynamic", k_gen=2, **options)
     for name in ("adapter/adapter_model.safetensors", *(f"weights/epoch_{e}.safetensors"
                                                         for e in (1, 2, 3, 4))):
         assert (bds.out / name).read_bytes() == (run.out / name).read_bytes(), name
@@ -293,20 +293,20 @@ def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
     get the same omega, from the softmax's common part alone; with `original` both differ."""
     paths = files(lower=13, upper=6)
     options = {"batch": 5, "epochs": 2, "lr": 1e-2, "omega_lr": 20, "ratio_masked": 0.4}
-    first = online(paths, out="first", masked="drop", **options)
+    first = online(paths, out="first", refine="drop", **options)
     masked = {e["row_id"] for e in first.weights if e["masked"]}
     rows = read_rows(paths["lower"])
     changed = [row | ({"response": "light river stone"} if i in masked else {})
                for i, row in enumerate(rows)]
     other = paths | {"lower": write_rows(tmp_path / "other.jsonl", changed)}
-    second = online(other, out="second", masked="drop", **options)
+    second = online(other, out="second", refine="drop", **options)
     name = "adapter/adapter_model.safetensors"
     assert len(masked) == 5
     assert (first.out / name).read_bytes() == (second.out / name).read_bytes()
     assert torch.equal(omega(first, 2), omega(second, 2))
     assert len(set(omega(first, 2)[sorted(masked)].tolist())) == 1
     assert len(set(omega(first, 2).tolist())) > 5
-    a, b = (online(p, out=f"{i}", masked="original", **options) for i, p in enumerate(
+    a, b = (online(p, out=f"{i}", refine="original", **options) for i, p in enumerate(
         (paths, other)))
     assert (a.out / name).read_bytes() != (b.out / name).read_bytes()
     for step in first.metrics:
@@ -317,7 +317,7 @@ def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
 @pytest.mark.parametrize("correction", [0.0, 1.0])
 def test_drop_with_every_row_masked_is_the_upper_level_alone(online, files, correction):
     """Nothing is left of the lower level, also where theta_hat would descend it."""
-    run = online(files(lower=7, upper=6), masked="drop", ratio_masked=1, batch=4, micro_batch=2,
+    run = online(files(lower=7, upper=6), refine="drop", ratio_masked=1, batch=4, micro_batch=2,
                  epochs=2, correction=correction)
     assert [step["lower_loss"] for step in run.metrics] == [0.0] * 4
     assert set(omega(run, 2).tolist()) == {0.0}
@@ -377,11 +377,11 @@ def test_the_first_dynamic_mask_is_a_random_one(online, files, spied):
 
 
 def test_first_refresh_trains_on_the_originals_until_then(online, files, refused):
-    """Deviation 9: up to step K the run is `--masked original`, number by number, with no mask."""
+    """Deviation 9: up to step K the run is `--refine original`, number by number, with no mask."""
     paths = files(lower=16, upper=6)
     options = {"batch": 4, "epochs": 3, "lr": 1e-2, "omega_lr": 5, "ratio_masked": 0.5}
     late = online(paths, out="late", first_refresh=5, k_gen=3, **options)
-    plain = online(paths, out="plain", masked="original", k_gen=3, **options)
+    plain = online(paths, out="plain", refine="original", k_gen=3, **options)
     assert [step["step"] for step in late.metrics if "answers" in step] == [5, 8, 11]
     for a, b in zip(late.metrics[:5], plain.metrics[:5], strict=True):
         assert a["masked_share"] == 0 and a["lower_loss_masked"] is None
@@ -633,7 +633,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
 
     monkeypatch.setattr(selector.Selector, "step", spy)
     main, options = (train, {"skip_scores": True}) if kind == "offline" else (online, {
-        "masked": "original", "ratio_masked": 0.5})
+        "refine": "original", "ratio_masked": 0.5})
     last, weights = {}, {}
     for correction in (0.0, 1.0):
         seen.clear()
@@ -661,7 +661,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
     ({"ratio_masked": 1.01}, r"--ratio-masked 1.01: R must lie in \(0, 1\]"),
     ({"ratio_masked": -0.1}, r"--ratio-masked -0.1: R must"),
     ({"ratio_masked": "nan"}, r"--ratio-masked nan: R must"),
-    ({"ratio_masked": 0.02}, r"--ratio-masked 0.02: of 12 rows none is masked"),
+    ({"ratio_masked": 0.02}, r"--ratio-masked 0.02: masks none of 12 rows"),
     ({"num_answers": 0}, r"--num-answers 0: must be 1 or more"),
     ({"k_gen": 0}, r"--k-gen 0: must be 1 or more"),
     ({"k_gen": -5}, r"--k-gen -5: must be 1 or more"),
@@ -678,7 +678,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
     ({"skip_scores": True}, r"--skip-scores: omega judges the new answers .*; leave it out"),
     ({"max_new_tokens": 120}, r"--max-new-tokens 120: behind the longest prompt of \d+ tokens it "
                               r"exceeds the model's context of 128"),
-    ({"max_new_tokens": 120, "masked": "drop"}, r"--max-new-tokens 120: behind the longest"),
+    ({"max_new_tokens": 120, "refine": "drop"}, r"--max-new-tokens 120: behind the longest"),
     ({"rho_start": 0.9, "epochs": 3}, r"--epochs 3: rho must lie inside \(0, 1\)"),
 ], ids=lambda value: None if isinstance(value, str) else " ".join(
     f"{k} {v}" for k, v in value.items()))
@@ -745,7 +745,7 @@ def test_published_values_are_the_defaults():
     args = train_online.parse_args(flags(preset="llama3-8b-quality", lower="a", upper="b"))
     for name, value in {"k_gen": 500, "temperature": 0.8, "max_new_tokens": 512, "num_answers": 1,
                         "generation_batch": 64, "mask": "static", "ratio_masked": 0.1,
-                        "correction": 0.0, "masked": "generate", "ratio": "sequence"}.items():
+                        "correction": 0.0, "refine": "generate", "ratio": "sequence"}.items():
         assert getattr(args, name) == value, name
 
 

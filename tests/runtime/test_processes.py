@@ -250,7 +250,7 @@ def test_more_runs_of_two_processes_equal_one(torchrun, options, tmp_path):
         "sft": ("train_offline", sft | {"method": "sft", "fsdp": True}),
         "neox": ("train_online", options | neox | ONLINE | {"fsdp": True}),
         "online dpo": ("train_online", dpo | ONLINE | {"correction": 0.5, "num_answers": 1}),
-        "drop": ("train_online", options | ONLINE | {"masked": "drop", "ratio_masked": 0.9,
+        "drop": ("train_online", options | ONLINE | {"refine": "drop", "ratio_masked": 0.9,
                                                      "correction": 1.0, "fsdp": True})})
 
 

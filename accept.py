@@ -1,0 +1,506 @@
+"""Refinement beyond the paper (`--refine accept`): which new answer may stand in for a bad one?
+
+An answer that the model draws says nothing about itself: weighted by a ratio of about one, its
+gradient is zero in expectation, and regenerating a row equals dropping it (docs/tried.md). So
+something outside the answer decides here: rows that are trusted, and other rows of the file.
+Three ways to an answer, and a margin of each:
+
+    search     its own answer may stand behind another question. Of the answers of all suspect rows
+               the SHORTLIST that share most words with the question, then the largest
+               s(y) = sum_t (log p(y_t | x) - log p(y_t | blank)) / sqrt(T) under the frozen base.
+               margin: s(found) - max(s(original), s(runner-up))
+    continue   a cut answer goes on, greedily.      margin: mean log-prob of the new tokens
+    generate   the question is answered, greedily.  margin: the same
+
+Trusted rows say which margins to believe, because their right answers are known. They are cut into
+four disjoint parts: train, calibrate, gate, and the held-out rows, which nothing here reads.
+    calibrate  asks each way for a row with a bad original made on purpose (the answer of another
+               row, or its own cut short). The threshold is the smallest margin from which on
+               PRECISION of the new answers are right and at most FALSE of the good originals would
+               be replaced.
+    gate       measures with fresh rows what that threshold is worth. A way whose precision misses
+               PRECISION by more than SLACK is closed.
+An accepted answer trains with the precision that the gate measured as its weight. A cut answer that
+is not completed trains without an end token. Any other row is dropped.
+
+Right means: word for word. So `continue` and `generate` are only for answers of at most CLOSED
+tokens; longer ones cannot be checked by comparing, and what cannot be checked is not accepted.
+
+Other margins were measured and are worse: agreement of samples, and the log-prob under the guided
+model less that under the base (docs/tried.md).
+"""
+
+import collections
+import json
+import math
+import re
+
+from batches import answer_row, prompt_of, response_of, row_losses, tokens_only
+from data.tokens import response_text
+from generate import generate
+from ranking import blank_prompt, end_ids
+from runtime import folder
+from runtime.processes import share_list
+from toy import corpus
+from utils import UserError, content_hash, table
+
+# ruff: isort: split
+import torch
+
+RULES = ("accept", "random")  # values of --refine: this file's, and its control
+WAYS = ("search", "continue", "generate")
+PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
+SHORTLIST = 10
+PART = 100   # trusted rows to calibrate with, and as many for the gate
+CLOSED = 32  # tokens
+ENOUGH = 10  # rows on which a way must have been tried
+NEVER = -1e30  # a margin below all others
+# The ways of a row by the reason why it looks bad (detect.py). Any row may be answered anew.
+REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
+           "unclear": ("search", "generate")}
+
+
+def trusted_parts(count):
+    """(train, calibrate, gate): places of `count` trusted rows, disjoint, a quarter each for the
+    last two and at most PART."""
+    stride = max(4, math.ceil(count / PART))
+    parts = [[], [], []]
+    for place in range(count):
+        parts[{stride - 2: 1, stride - 1: 2}.get(place % stride, 0)].append(place)
+    return parts
+
+
+# --- search ---------------------------------------------------------------------------------------
+
+def bags_of_words(texts):
+    """Word counts times log inverse frequency, of length one: a dictionary a text."""
+    counts = [collections.Counter(re.findall(r"\w+", text.lower())) for text in texts]
+    seen = collections.Counter(word for bag in counts for word in bag)
+    bags = []
+    for bag in counts:
+        values = {w: n * math.log(1 + len(texts) / seen[w]) for w, n in bag.items()}
+        norm = math.sqrt(sum(v * v for v in values.values())) or 1.0
+        bags.append({w: v / norm for w, v in values.items()})
+    return bags
+
+
+def shortlists(questions, answers, size=SHORTLIST):
+    """For each question the places of the `size` answers that share most words with it, rare ones
+    counting most (cosine); ties by place."""
+    bags = bags_of_words([*questions, *answers])
+    index = collections.defaultdict(list)
+    for place, bag in enumerate(bags[len(questions):]):
+        for word, value in bag.items():
+            index[word].append((place, value))
+    chosen = []
+    for bag in bags[:len(questions)]:
+        scores = [0.0] * len(answers)
+        for word, value in bag.items():
+            for place, other in index[word]:
+                scores[place] += value * other
+        chosen.append(sorted(range(len(answers)), key=lambda p: (-scores[p], p))[:size])
+    return chosen
+
+
+def pair_scores(model, prompts, bodies, blank, lists):
+    """s of each prompt with the bodies at its list's places: [{place: s}, one a prompt].
+
+    prompts, bodies: token lists, answers without end tokens; blank: the blank prompt's tokens.
+    Under the frozen base, the adapter switched off.
+    """
+    pairs = [(n, place) for n, places in enumerate(lists) for place in places]
+    asked = sorted({place for _, place in pairs})
+    with model.disable_adapter():
+        alone, lengths = row_losses(model, [answer_row(blank, bodies[p] or blank[-1:])
+                                            for p in asked], label="search: answers alone")
+        given, _ = row_losses(model, [answer_row(prompts[n], bodies[p] or blank[-1:])
+                                      for n, p in pairs], label="search: pairs")
+    alone = dict(zip(asked, zip(alone.tolist(), lengths.tolist(), strict=True), strict=True))
+    found = [{} for _ in prompts]
+    for (n, place), loss in zip(pairs, given.tolist(), strict=True):
+        found[n][place] = (alone[place][0] - loss) * math.sqrt(alone[place][1])
+    return found
+
+
+def best_of(scores, original):
+    """(place, margin) of the largest of {place: s}; `original`: the place of the row's own answer,
+    which must be beaten; (None, -inf) without another place."""
+    ordered = sorted((p for p in scores if p != original), key=lambda p: (-scores[p], p))
+    if not ordered:
+        return None, NEVER
+    rivals = [scores[original]] + [scores[p] for p in ordered[1:2]]
+    return ordered[0], scores[ordered[0]] - max(rivals)
+
+
+def search(model, rows, pool, blank):
+    """[(place in pool or None, margin), one a row]. rows, pool: {"prompt", "body" tokens,
+    "question", "answer" texts, "row_id"}; a row's own answer is looked for outside itself."""
+    if not rows:
+        return []
+    bodies = [row["body"] for row in (*pool, *rows)]
+    lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool])
+    lists = [[p for p in places if pool[p]["row_id"] != row["row_id"]] + [len(pool) + n]
+             for n, (places, row) in enumerate(zip(lists, rows, strict=True))]
+    scores = pair_scores(model, [row["prompt"] for row in rows], bodies, blank, lists)
+    return [best_of(own, len(pool) + n) for n, own in enumerate(scores)]
+
+
+def trial_search(model, trusted, pool, blank):
+    """What `search` does with trusted rows: margins, right, spared, each (n,); see `threshold_of`.
+
+    A row's bad original is the answer of the next trusted row. The answers of every other row are
+    among those of the pool; where they are not, nothing found is right.
+    """
+    count = len(trusted)
+    bodies = [row["body"] for row in (*pool, *trusted)]
+    offered = [*range(len(pool)), *range(len(pool), len(pool) + count, 2)]
+    lists = shortlists([row["question"] for row in trusted],
+                       [(*pool, *trusted)[p]["answer"] for p in offered], SHORTLIST + 1)
+    own = [len(pool) + n for n in range(count)]
+    bad = [len(pool) + (n + 1) % count for n in range(count)]
+    lists = [list(dict.fromkeys([*(offered[p] for p in places), own[n], bad[n]]))
+             for n, places in enumerate(lists)]
+    scores = pair_scores(model, [row["prompt"] for row in trusted], bodies, blank, lists)
+    margins, right, spared = [], [], []
+    for n, values in enumerate(scores):
+        hidden = {} if n % 2 == 0 else {own[n]}  # its own answer is nowhere
+        place, margin = best_of({p: s for p, s in values.items() if p not in hidden}, bad[n])
+        margins.append(margin)
+        right.append(place == own[n])
+        spared.append(best_of({p: s for p, s in values.items() if p != bad[n]}, own[n])[1])
+    return margins, right, spared
+
+
+# --- continue and generate ------------------------------------------------------------------------
+
+def written(model, prompts, sampling, ends, label):
+    """[(tokens, complete, margin)] greedy answers of at most CLOSED tokens behind the prompts.
+
+    margin: the mean log-prob of the new tokens under the model of now; -inf where an answer is
+    empty or does not end.
+    """
+    if not prompts:
+        return []
+    options = sampling | {"temperature": 0.0,
+                          "max_new_tokens": min(CLOSED, sampling["max_new_tokens"])}
+    made = share_list(lambda prompts: generate(model, prompts, [""] * len(prompts), label=label,
+                                               **options), prompts)
+    losses, _ = row_losses(model, [answer_row(p, tokens)
+                                   for p, (tokens, _) in zip(prompts, made, strict=True)])
+    return [(tokens, done, -loss if done and set(tokens) - ends else NEVER)
+            for (tokens, done), loss in zip(made, losses.tolist(), strict=True)]
+
+
+def same(one, other):
+    """Whether two answers are equal word for word; case, spacing and a last full stop aside."""
+    one, other = (" ".join(text.casefold().split()).removesuffix(".") for text in (one, other))
+    return one == other
+
+
+def trial_written(model, trusted, way, sampling, ends, text_of, seed):
+    """What `continue` or `generate` does with trusted rows: margins, right, spared; None for fewer
+    than ENOUGH rows whose right answer has at most CLOSED tokens.
+
+    continue: the answer is cut somewhere in its middle half. text_of: tokens to text.
+    """
+    closed = [row for row in trusted if len(row["body"]) < CLOSED]
+    if way == "continue":
+        closed = [row for row in closed if len(row["body"]) >= 4]
+    if len(closed) < ENOUGH:
+        return None
+    draws = torch.rand(len(closed), generator=torch.Generator().manual_seed(seed)).tolist()
+    starts = [row["body"][:int(len(row["body"]) * (0.25 + 0.5 * u))] if way == "continue" else []
+              for row, u in zip(closed, draws, strict=True)]
+    prompts = [row["prompt"] + start for row, start in zip(closed, starts, strict=True)]
+    made = written(model, prompts, sampling, ends, f"trusted prompts: {way}")
+    right = [same(text_of(start + tokens), row["answer"])
+             for start, (tokens, _, _), row in zip(starts, made, closed, strict=True)]
+    margins = [margin for *_, margin in made]
+    return margins, right, [NEVER if ok else margin
+                            for ok, margin in zip(right, margins, strict=True)]
+
+
+# --- thresholds -----------------------------------------------------------------------------------
+
+def precision_of(right, accepted):
+    """(r + 1) / (a + 2): the share of right ones among accepted ones, never quite 0 or 1."""
+    return (right + 1) / (accepted + 2)
+
+
+def threshold_of(margins, right, spared):
+    """The smallest margin t from which on the accepted are right and good originals are safe; None.
+
+    margins, right (n,): of new answers for rows with a bad original; spared (n,): the margin with
+    which another answer would replace a good original, -inf for none. For all accepted at once
+    (margin >= t): `precision_of` at least PRECISION; share of spared >= t at most FALSE.
+    """
+    best = None
+    for t in sorted({m for m in margins if m > NEVER}, reverse=True):
+        accepted = [ok for m, ok in zip(margins, right, strict=True) if m >= t]
+        if (precision_of(sum(accepted), len(accepted)) >= PRECISION
+                and sum(m >= t for m in spared) <= FALSE * len(spared)):
+            best = t
+    return best
+
+
+def upper_bound(count, total, level=0.95):
+    """The upper end of the one-sided interval of a share (Clopper and Pearson), by bisection."""
+    if count >= total:
+        return 1.0
+    low, high = count / total, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        below = sum(math.comb(total, k) * p**k * (1 - p)**(total - k) for k in range(count + 1))
+        low, high = (p, high) if below > 1 - level else (low, p)
+    return high
+
+
+def gate(calibrate, check):
+    """{"threshold", "weight", ...} of one way, from two trials (margins, right, spared), or None.
+
+    threshold and weight are None when the way is closed: it could not be calibrated, or the gate's
+    rows do not confirm it. precision, coverage: of what is accepted on the gate's rows with a bad
+    original; right: the share of right answers if all were taken; false, false_bound: of good
+    originals replaced, and the upper end of its 95 % interval; rows: tried.
+    """
+    if calibrate is None or check is None:
+        return {"threshold": None, "weight": None, "rows": 0, "why": "too few rows to try it on "
+                f"(trusted answers of at most {CLOSED} tokens; for search, suspect rows)"}
+    margins, right, spared = check
+    report = {"threshold": threshold_of(*calibrate), "weight": None, "rows": len(right),
+              "right": sum(right) / len(right)}
+    if report["threshold"] is None:
+        return report | {"why": f"no margin makes {PRECISION:.0%} of the new answers right"}
+    taken = [ok for m, ok in zip(margins, right, strict=True) if m >= report["threshold"]]
+    false = sum(m >= report["threshold"] for m in spared)
+    precision = precision_of(sum(taken), len(taken))
+    report |= {"precision": sum(taken) / len(taken) if taken else None,
+               "coverage": len(taken) / len(right), "false": false / len(spared),
+               "false_bound": upper_bound(false, len(spared)), "why": "open"}
+    if precision < PRECISION - SLACK:
+        return report | {"threshold": None, "why": f"{sum(taken)} of {len(taken)} accepted answers "
+                         "of the gate's rows are right"}
+    return report | {"weight": precision}
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+def as_rows(rows, ends, reasons=None):
+    """What the functions above read of tokenised rows: a list of dictionaries.
+
+    prompt, body, end: tokens, of the answer without and only its end tokens (`ends`); question,
+    answer: texts; row_id; reason: of detect.py, None for none.
+    """
+    made = []
+    for n, row in enumerate(rows):
+        body = response_of(row)
+        count = len(body)
+        while count and body[count - 1] in ends:
+            count -= 1
+        made.append({"prompt": prompt_of(row), "body": body[:count], "end": body[count:],
+                     "question": row["prompt"], "answer": row["response"],
+                     "row_id": row["row_id"], "reason": reasons[n] if reasons else None})
+    return made
+
+
+def attempts(model, rows, gates, found, sampling, ends, context):
+    """{way: {"tokens", "source", "margin"}} of every row, in the order of its ways.
+
+    rows: of `as_rows`; gates: {way: `gate`}, of which closed ones are not asked; found: {row_id:
+    {"tokens", "source", "margin"}} of `search`. source: row_id that the answer stood behind.
+    """
+    tried = [{"search": found[row["row_id"]]} if row["row_id"] in found else {} for row in rows]
+    for way in ("continue", "generate"):
+        if gates[way]["threshold"] is None:
+            continue
+        starts = [row["body"] if way == "continue" else [] for row in rows]
+        places = [n for n, row in enumerate(rows)
+                  if way in REPAIRS.get(row["reason"], ("generate",))
+                  and len(row["prompt"]) + len(starts[n]) + CLOSED <= context]
+        made = written(model, [rows[n]["prompt"] + starts[n] for n in places], sampling, ends, way)
+        for n, (tokens, _, margin) in zip(places, made, strict=True):
+            tried[n][way] = {"tokens": starts[n] + tokens, "source": None, "margin": margin}
+    return tried
+
+
+def accept_or_drop(rows, tried, gates, generator=None):
+    """What is done with each row: {"way", "tokens", "source", "weight", "why"}.
+
+    way: of WAYS; "prefix", the answer as it is without an end token; None, dropped. The first way
+    whose margin reaches its threshold wins. generator: the control of this rule, as many rows of
+    each way accepted, drawn from those that were tried.
+    """
+    chosen = [next((way for way, own in ways.items() if gates[way]["threshold"] is not None
+                    and own["margin"] >= gates[way]["threshold"]), None) for ways in tried]
+    if generator is not None:
+        drawn = [None] * len(rows)
+        for way in WAYS:
+            free = [n for n, ways in enumerate(tried) if way in ways and drawn[n] is None
+                    and ways[way]["tokens"] is not None]
+            for n in torch.randperm(len(free), generator=generator)[:chosen.count(way)].tolist():
+                drawn[free[n]] = way
+        chosen = drawn
+    return [decision(row, ways, way, gates, generator is not None)
+            for row, ways, way in zip(rows, tried, chosen, strict=True)]
+
+
+def decision(row, ways, way, gates, at_random=False):
+    """One row of `accept_or_drop`."""
+    why = "; ".join(f"{name}: margin {own['margin']:.3g}, " + (
+        gates[name]["why"] if gates[name]["threshold"] is None
+        else f"threshold {gates[name]['threshold']:.3g}") for name, own in ways.items())
+    if way is not None:
+        return ways[way] | {"way": way, "weight": gates[way]["weight"],
+                            "why": ("at random; " if at_random else "") + why}
+    if row["reason"] == "end" and row["body"]:
+        return {"way": "prefix", "tokens": row["body"], "source": None, "weight": 1.0,
+                "margin": None, "why": "cut, and not completed: trains without an end; " + why}
+    return {"way": None, "tokens": None, "source": None, "weight": None, "margin": None,
+            "why": why or "no way is open"}
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+def split_trusted(run):
+    """The trusted rows of a planned run cut into parts: run.upper keeps those to train on."""
+    if run.args.upper_loss == "dpo":
+        raise UserError(f"--refine {run.args.refine}: trusted answers say which new ones are "
+                        "right; with preference pairs use generate or drop")
+    parts = trusted_parts(len(run.levels.upper))
+    if len(parts[2]) < ENOUGH:
+        raise UserError(f"--refine {run.args.refine}: {len(run.levels.upper)} trusted rows; "
+                        f"calibration and gate take a quarter each, at least {ENOUGH}: give "
+                        f"{4 * ENOUGH} or more, or use --refine drop")
+    train, *others = (run.levels.upper.select(places) for places in parts)
+    run.trusted = dict(zip(("calibrate", "gate"), others, strict=True))
+    run.levels.upper, run.upper = train, tokens_only(train)
+    print(f"trusted rows: {len(train)} train, {len(others[0])} calibrate what is accepted, "
+          f"{len(others[1])} are its gate")
+
+
+def prepare(run, sampling):
+    """What is searched for once a run; at its first step also the gate before training, printed."""
+    run.ends = end_ids(run.tokenizer) | sampling["end_ids"]
+    reasons = run.tested(torch.arange(run.num_rows))["reason"]
+    masked = [False] * run.num_rows if run.given_mask is None else run.given_mask.tolist()
+    run.searched = search_once(run, blank_prompt(run.levels.lower), [
+        p for p, (reason, given) in enumerate(zip(reasons, masked, strict=True))
+        if (given and reason != "end") or "search" in REPAIRS.get(reason, ())])
+    if run.step == 0:
+        print_gates(open_gates(run, sampling))
+
+
+def search_once(run, blank, suspects):
+    """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
+
+    suspects: places of lower rows that may have another question's answer. Returns {"found":
+    {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials}; the run folder keeps it.
+    """
+    def compute():
+        rows = as_rows([run.levels.lower[p] for p in suspects], run.ends)
+        rows = [row for row in rows if row["body"]]
+        trusted = {name: as_rows(part, run.ends) for name, part in run.trusted.items()}
+        longest = max((len(row["prompt"]) for part in (rows, *trusted.values()) for row in part),
+                      default=0)
+        pool = [row for row in rows if longest + len(row["body"]) < run.context]
+        found = {}
+        for row, (place, margin) in zip(rows, search(run.model, rows, pool, blank), strict=True):
+            if place is not None:
+                found[str(row["row_id"])] = {
+                    "tokens": pool[place]["body"] + pool[place]["end"],
+                    "source": pool[place]["row_id"], "margin": margin}
+        return {"found": found, **{
+            name: trial_search(run.model, part, pool, blank) if len(part) >= ENOUGH and pool
+            else None for name, part in trusted.items()}}
+
+    file = run.out / "search.json"
+    saved = folder.read_once(file, lambda f: json.loads(f.read_text()) | {})
+    if saved is None:
+        saved = compute()
+        folder.write_once(file, json.dumps(saved) + "\n")
+    return saved | {"found": {int(row_id): own for row_id, own in saved["found"].items()}}
+
+
+def open_gates(run, sampling, wanted=WAYS):
+    """{way: `gate`} under the model of now; ways that nobody wants are closed."""
+    def text_of(tokens):
+        return response_text(run.tokenizer, tokens, run.args.template)
+
+    gates = {"search": gate(run.searched["calibrate"], run.searched["gate"])}
+    parts = {name: [row for row in as_rows(part, run.ends)
+                    if len(row["prompt"]) + 2 * CLOSED <= run.context]
+             for name, part in run.trusted.items()}
+    for way in ("continue", "generate"):
+        trials = [trial_written(run.model, parts[name], way, sampling, run.ends, text_of,
+                                run.args.seed)
+                  if way in wanted else None for name in ("calibrate", "gate")]
+        gates[way] = gate(*trials)
+    return gates
+
+
+def repair(run, places, sampling, number):
+    """(what `accept_or_drop` says of the lower rows at these places, metrics) at a refresh."""
+    reasons = run.tested(torch.tensor(places))["reason"]
+    rows = as_rows([run.levels.lower[p] for p in places], run.ends, reasons)
+    wanted = {way for row in rows for way in REPAIRS.get(row["reason"], ("generate",))}
+    gates = open_gates(run, sampling, wanted)
+    tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.ends,
+                     run.context)
+    generator = None
+    if run.args.refine == "random":
+        generator = torch.Generator().manual_seed(
+            int(content_hash(str(run.args.seed), "accept", str(number)), 16) >> 1)
+    decisions = accept_or_drop(rows, tried, gates, generator)
+    ways = [made["way"] for made in decisions]
+    return decisions, {f"accepted/{way}": ways.count(way) for way in (*WAYS, "prefix")} | {
+        "dropped": ways.count(None)} | {
+        f"gate/{way}_{key}": report[key] for way, report in gates.items()
+        for key in ("precision", "coverage") if report.get(key) is not None}
+
+
+def accepted_answers(run, places, sampling, number):
+    """{place: (tokenised row, weight)} of the lower rows at these places that train on; metrics.
+
+    Of toy rows also how many accepted answers are right, which only there is known.
+    """
+    decisions, metrics = repair(run, places, sampling, number)
+    accepted = {place: (answer_row(prompt_of(run.lower[place]), made["tokens"]), made["weight"])
+                for place, made in zip(places, decisions, strict=True) if made["way"] is not None}
+    rows = run.levels.lower.select(accepted)
+    if accepted and "kind" in rows.column_names:
+        metrics |= corpus.answer_labels(rows, [
+            run.tokenizer.decode(response_of(row), skip_special_tokens=True)
+            for row, _ in accepted.values()])
+    return accepted, metrics | {"answers": len(accepted)}
+
+
+def print_gates(gates):
+    """The gate as a table, and what it advises."""
+    def share(value):
+        return "-" if value is None else f"{value:.0%}"
+
+    print(table(["way", "rows", "right if all taken", "accepted", "of these right",
+                 "good answers replaced"], [
+        [way, own["rows"], share(own.get("right")), share(own.get("coverage")),
+         share(own.get("precision")), f"{share(own.get('false'))} (at most "
+         f"{share(own.get('false_bound'))})" if "false" in own else "-"]
+        for way, own in gates.items()]))
+    for way, own in gates.items():
+        if own["threshold"] is None:
+            print(f"{way}: closed, {own['why']}")
+    if all(own["threshold"] is None for own in gates.values()):
+        print("advice: no new answer can be trusted here before training; --refine drop costs less")
+
+
+def rewrite(run, places, sampling):
+    """What `curate.refine` returns, for the answers that this file would accept now."""
+    decisions, metrics = repair(run, places, sampling, "curated")
+    refined = {}
+    for place, made in zip(places, decisions, strict=True):
+        new = made["tokens"] is not None and made["way"] != "prefix"
+        refined[place] = {
+            "refined": response_text(run.tokenizer, made["tokens"], run.args.template) if new
+            else None, "recommended": "refined" if new else "undecided" if made["margin"] else
+            "original", "margin": made["margin"],
+            **{key: made[key] for key in ("way", "source", "why")}}
+    return refined, metrics
