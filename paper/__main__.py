@@ -13,6 +13,7 @@
     python -m paper curated          # is the curated set worth it?
     python -m paper ablations        # what matters and what does not (toy)
     python -m paper controls         # what must come out as nothing (toy)
+    python -m paper refine           # do repaired and new answers beat leaving rows out?
     python -m paper noise            # faults made on purpose: which ranking finds them, and why?
     python -m paper readme           # the stored results into README.md and docs/
     python -m paper table1 --scale paper --list      # only print the training commands
@@ -22,7 +23,7 @@ import argparse
 import os
 import shlex
 
-from paper import experiments, noise, rendering, reproduce, small
+from paper import experiments, noise, refine, rendering, reproduce, small
 from paper.plans import SCALES
 from runtime import command
 from utils import UserError
@@ -33,10 +34,11 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
            "winrate": reproduce.win_rates, "examples": reproduce.example_answers,
            "selectors": experiments.compare_selectors, "curated": experiments.curated_table,
            "ablations": experiments.ablation_table, "controls": experiments.null_controls,
-           "noise": noise.noise_table, "readme": rendering.render, "small": small.small}
+           "noise": noise.noise_table, "refine": refine.refine_table,
+           "readme": rendering.render, "small": small.small}
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
-       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",), "rows": ("noise",),
-       "lower": ("small",), "upper": ("small",)}  # flag: its targets
+       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",),
+       "rows": ("noise", "refine"), "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls", "small")  # --only has nothing to choose there
 
 
@@ -62,7 +64,7 @@ def parse_args(argv=None):
     add("--judge", help="winrate: arguments of its judge, such as '--local MODEL'")
     add("--tokens", type=int, default=256, help="winrate, examples: new tokens an answer")
     add("--keep-fraction", type=float, default=0.7, help="curated: k over N")
-    add("--rows", type=int, default=600, help="noise: good rows, half of them to develop on (600)")
+    add("--rows", type=int, default=600, help="noise, refine: good rows to spoil (600)")
     args = parser.parse_args(argv)
     given = [name for name in ("data", "train", "online", "select", "only", *OWN)
              if getattr(args, name) != parser.get_default(name)]

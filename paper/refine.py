@@ -1,0 +1,231 @@
+"""Does a repaired or new answer do more than leaving the row out? `python -m paper refine`.
+
+    python -m paper refine                          # the toy at 40, 60 and 80 % bad rows
+    python -m paper refine --scale small --data "--model M --lower good.jsonl --upper trusted.jsonl"
+
+Every arm masks rows by the same rule. What stands in for them differs:
+
+    drop            nothing
+    generate        the model's own answers, weighted by the ratio: Algorithm 1
+    accept          repaired or new answers that trusted rows vouch for: accept.py
+    random          as many new answers, accepted at random
+    drop, same      nothing, and trusted rows that train are those that train under accept: the
+                    others, half of them, are what accept pays for its calibration
+    right answers   the ceiling: all bad rows had their right answers from the start
+
+Text: of --rows good rows half are spoilt, two in three with the answers of one another, one in
+three cut in the middle, and masked. On the toy the weights mask. Settings were chosen on seed 0;
+results are of fresh seeds, from FIRST_SEED on.
+"""
+
+import json
+import random
+import shlex
+from pathlib import Path
+
+import torch
+
+import batches
+import models
+import utils
+from accept import same, trusted_parts
+from data import sets
+from data.tokens import load_rows
+from evaluation.losses import load_trained
+from evaluation.runs import read_result
+from logprobs import packed_forward
+from paper import faults
+from paper.plans import ON, chosen, setting, toy_words, words_of, write_toy_rows
+from paper.results import store
+from paper.running import run_all, slug
+from paper.statistics import claims_of, measured, print_claims, summary_rows
+from utils import UserError, table
+
+FIRST_SEED = 2
+NOISES = (0.4, 0.6, 0.8)
+# Late: by then the toy's weights have sunk and its guided model is right more often than not.
+TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
+TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
+SPOILT, CUT = 0.5, 1 / 3  # share of bad rows, and of cut ones among them
+TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
+MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",
+            "upper_exact": "exact answers", "lower_heldout": "lower, clean"}
+OWN = {"answers_generated": "answers", "precision": "of the rewritten right",
+       "coverage": "rewritten of the repairable"}
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+def trusted_to_train(source, file):
+    """The trusted rows that train under accept, as a file of their own."""
+    rows = utils.read_jsonl(source)
+    utils.write_jsonl(file, (rows[place] for place in trusted_parts(len(rows))[0]))
+
+
+def toy_rows(folder, seed, noise):
+    """(words that name the rows, {arm: words that replace some})."""
+    write_toy_rows(folder, seed, f"--noise {noise}")
+    trusted_to_train(folder / "upper.jsonl", folder / "train.jsonl")
+    utils.write_jsonl(folder / "right.jsonl", (
+        row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
+    return toy_words(folder), {"drop, same": ["--upper", str(folder / "train.jsonl")],
+                               "right answers": ["--lower", str(folder / "right.jsonl")]}
+
+
+def spoil(rows, seed):
+    """Some rows with one another's answers or cut ones: {"prompt", "response", "answer", "bad",
+    "kind"}; `answer` is the right one."""
+    rng = random.Random(f"refine {seed}")
+    rows = [{**row, "answer": row["response"], "bad": False, "kind": "clean"} for row in rows]
+    rng.shuffle(rows)
+    bad = rows[:round(SPOILT * len(rows))]
+    cut, swapped = bad[:round(CUT * len(bad))], bad[round(CUT * len(bad)):]
+    for row in cut:
+        if text := faults.cut_middle(row, None, rng):
+            row |= {"response": text, "bad": True, "kind": "cut"}
+    for row, other in zip(swapped, swapped[1:] + swapped[:1], strict=True):
+        row |= {"response": other["answer"], "bad": True, "kind": "swapped"}
+    rng.shuffle(rows)
+    return rows
+
+
+def text_rows(folder, seed, args, words):
+    """As `toy_rows`, of rows that --data names."""
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    if not {"--lower", "--upper", "--upper-heldout", "--model"} <= set(given):
+        raise UserError("refine --scale small: --data must name --model, --lower (good rows), "
+                        "--upper and --upper-heldout, flags with one value each")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = models.load_tokenizer(given["--model"])
+    rows, _ = load_rows(given.pop("--lower"), tokenizer,
+                        max_length=int(given.get("--max-length", 2048)), seed=seed,
+                        limit=args.rows)
+    good = [{"prompt": p, "response": r} for p, r in zip(rows["prompt"][:], rows["response"][:],
+                                                         strict=True)]
+    spoilt = spoil(good, seed)
+    utils.write_jsonl(folder / "lower.jsonl", spoilt)
+    utils.write_jsonl(folder / "right.jsonl",
+                      (row | {"response": row["answer"]} for row in spoilt))
+    trusted_to_train(given["--upper"], folder / "train.jsonl")
+    words = [word for pair in given.items() for word in pair]
+    return ["--lower", str(folder / "lower.jsonl"), *words], {
+        "drop, same": ["--upper", str(folder / "train.jsonl")],
+        "right answers": ["--lower", str(folder / "right.jsonl")]}
+
+
+# --- arms -----------------------------------------------------------------------------------------
+
+ARMS = {"drop": "--refine drop", "generate": "--refine generate", "accept": "--refine accept",
+        "random": "--refine random", "drop, same": "--refine drop",
+        "right answers": "--refine original --mask static"}
+
+
+def arms_of(args, name, seed):
+    """({ranking file: command}, {arm: (result file, command)}) of one setting and seed."""
+    folder = Path("runs") / args.name / "refine" / slug(name)
+    rows, rankings = folder / "rows" / f"seed-{seed}", {}
+    if args.scale == "toy":
+        noise = float(name.removesuffix("% bad")) / 100
+        words, replaced = toy_rows(rows, seed, noise)
+        common = [*words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
+    else:
+        words, replaced = text_rows(rows, seed, args, words_of(setting(args)["data"]))
+        mask = rows / "mask.jsonl"
+        rankings[mask] = shlex.join(["-m", "baselines", "labels", *words, "--keep-fraction",
+                                     str(1 - SPOILT), "--seed", str(seed), "--out", str(mask)])
+        common = ["--mask", str(mask), *words_of(TEXT)]
+    runs = {}
+    for arm, flags in ARMS.items():
+        out = folder / slug(arm) / f"seed-{seed}"
+        runs[arm] = out / "result.json", shlex.join(
+            [ON, *words, *common, *words_of(args.train or ""), *words_of(flags),
+             *replaced.get(arm, []), "--seed", str(seed), "--out", str(out)])
+    return rankings, runs
+
+
+def refine_table(args):
+    """Every arm of every setting over fresh seeds; results/NAME_refine.json."""
+    if args.scale == "paper":
+        raise UserError("refine: --scale toy or small")
+    names = [f"{noise:.0%} bad" for noise in NOISES] if args.scale == "toy" else ["text"]
+    names = chosen(args, names)
+    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+    plans = {(name, seed): arms_of(args, name, seed) for name in names for seed in seeds}
+    commands = {file: command for _, runs in plans.values() for file, command in runs.values()}
+    if args.list:
+        print("\n".join(f"python {command}" for rankings, runs in plans.values() for command in
+                        [*rankings.values(), *(command for _, command in runs.values())]))
+        return
+    print(f"{sum(not file.exists() for file in commands)} runs to go, {args.workers} at a time",
+          flush=True)
+    run_all({file: command for rankings, _ in plans.values()
+             for file, command in rankings.items()}, args.workers)
+    run_all(commands, args.workers)
+    results = {}
+    for name in names:
+        own = {arm: [measured_run(plans[name, seed][1][arm][0].parent) for seed in seeds]
+               for arm in ARMS}
+        columns = measured(MEASURES | OWN, own)
+        print(f"\n{name}")
+        print(table(["masked rows", *columns.values()], summary_rows(own, columns)))
+        results |= {f"{name}: {arm}": runs for arm, runs in own.items()}
+    claims = claims_of([
+        (f"{name}: {first} is better than {than}" + ("" if key == "upper_heldout" else
+                                                     ", one temperature fitted"),
+         f"{name}: {first}", f"{name}: {than}", key)
+        for name in names for key in ("upper_heldout", "tempered") for first, than in (
+            ("right answers", "drop"), ("accept", "drop"), ("accept", "drop, same"),
+            ("accept", "random"), ("accept", "generate"), ("generate", "drop"))], results)
+    print_claims(claims, "loss")
+    store(args, results, MEASURES | OWN, claims=claims, seeds=list(seeds))
+
+
+# --- what a run is worth --------------------------------------------------------------------------
+
+def measured_run(folder):
+    """The run's result with `tempered`, and of rewritten rows precision and coverage."""
+    file = folder / "tempered.json"
+    if not file.exists():
+        utils.write_atomic(file, json.dumps(tempered_loss(folder)) + "\n")
+    return read_result(folder) | {"tempered": json.loads(file.read_text())} | rewritten(folder)
+
+
+def rewritten(folder):
+    """Of the rows whose new answer is recommended, the share right; of all masked bad rows the
+    share so repaired. {} where no answer is recommended, or the right ones are not known."""
+    args = json.loads((folder / "config.json").read_text())["args"]
+    truth = {row["prompt"]: row.get("answer") for row in utils.read_jsonl(args["lower"])}
+    rows = utils.read_jsonl(folder / "curated.jsonl")
+    picked = [row for row in rows if row["recommended"] == "refined"]
+    if not picked or None in truth.values():
+        return {}
+    right = sum(same(row["refined"], truth[row["prompt"]]) for row in picked)
+    repairable = sum(row["bad"] and row["masked"] for row in rows)
+    return {"precision": right / len(picked), "coverage": right / max(1, repairable)}
+
+
+@torch.no_grad()
+def tempered_loss(folder):
+    """The held-out trusted loss with logits divided by one temperature, nats a token, row mean.
+
+    Fitted on one half of the rows and measured on the other, both ways: what sharper or flatter
+    answers alone would gain is taken out.
+    """
+    model, tokenizer, run = load_trained(folder, "cpu")
+    levels = sets.load_levels(run.args, tokenizer, models.context_length(model.config))
+    causal_lm, sums = models.bare(model), []
+    for _, batch in batches.own_groups(model, levels.upper_heldout, range(
+            len(levels.upper_heldout))):
+        where = batch["response_mask"].nonzero().squeeze(1)
+        owner = torch.searchsorted(batch["cu_seqlens"].long()[1:], where, right=True)
+        hidden = packed_forward(causal_lm.base_model, batch)[where]
+        logits = causal_lm.get_output_embeddings()(hidden).double()
+        count = torch.bincount(owner)
+        for_each = torch.stack([-torch.log_softmax(logits / t, dim=1).gather(
+            1, batch["targets"][where, None]).squeeze(1) for t in TEMPERATURES], dim=1)
+        sums.append(torch.zeros(len(count), len(TEMPERATURES), dtype=torch.float64).index_add(
+            0, owner, for_each) / count[:, None])
+    losses = torch.cat(sums)  # (rows, temperatures)
+    halves = losses[::2], losses[1::2]
+    best = [half.mean(0).argmin() for half in halves]
+    return float(torch.cat([halves[0][:, best[1]], halves[1][:, best[0]]]).mean())
