@@ -14,8 +14,8 @@ Every arm masks rows by the same rule. What stands in for them differs:
     right answers   the ceiling: all bad rows had their right answers from the start
 
 Text: of --rows good rows half are spoilt, two in three with the answers of one another, one in
-three cut in the middle, and masked. On the toy the weights mask. Settings were chosen on seed 0;
-results are of fresh seeds, from FIRST_SEED on.
+three cut in the middle, and masked; TRUSTED trusted rows. On the toy the weights mask. Settings
+were chosen on seed 0; results are of fresh seeds, from FIRST_SEED on.
 """
 
 import json
@@ -47,6 +47,7 @@ NOISES = (0.4, 0.6, 0.8)
 TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
 TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
 SPOILT, CUT = 0.5, 1 / 3  # share of bad rows, and of cut ones among them
+TRUSTED, HELD_OUT = 200, 200  # trusted rows in all; good rows that are held out
 TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
 MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",
             "upper_exact": "exact answers", "lower_heldout": "lower, clean"}
@@ -90,25 +91,30 @@ def spoil(rows, seed):
 
 
 def text_rows(folder, seed, args, words):
-    """As `toy_rows`, of rows that --data names."""
+    """As `toy_rows`, of rows that --data names: some rows spoilt, as many others held out clean."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     if not {"--lower", "--upper", "--upper-heldout", "--model"} <= set(given):
         raise UserError("refine --scale small: --data must name --model, --lower (good rows), "
                         "--upper and --upper-heldout, flags with one value each")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = models.load_tokenizer(given["--model"])
-    rows, _ = load_rows(given.pop("--lower"), tokenizer,
-                        max_length=int(given.get("--max-length", 2048)), seed=seed,
-                        limit=args.rows)
-    good = [{"prompt": p, "response": r} for p, r in zip(rows["prompt"][:], rows["response"][:],
-                                                         strict=True)]
-    spoilt = spoil(good, seed)
-    utils.write_jsonl(folder / "lower.jsonl", spoilt)
-    utils.write_jsonl(folder / "right.jsonl",
-                      (row | {"response": row["answer"]} for row in spoilt))
-    trusted_to_train(given["--upper"], folder / "train.jsonl")
-    words = [word for pair in given.items() for word in pair]
-    return ["--lower", str(folder / "lower.jsonl"), *words], {
+
+    def read(source, limit):
+        rows, _ = load_rows(source, tokenizer, seed=seed, limit=limit,
+                            max_length=int(given.get("--max-length", 2048)))
+        return [{"prompt": prompt, "response": response} for prompt, response in
+                zip(rows["prompt"][:], rows["response"][:], strict=True)]
+
+    good = read(given.pop("--lower"), args.rows + HELD_OUT)
+    spoilt = spoil(good[HELD_OUT:], seed)
+    for name, rows in (("lower", spoilt), ("lower_heldout", good[:HELD_OUT]),
+                       ("upper", read(given.pop("--upper"), TRUSTED)),
+                       ("right", [row | {"response": row["answer"]} for row in spoilt])):
+        utils.write_jsonl(folder / f"{name}.jsonl", rows)
+    trusted_to_train(folder / "upper.jsonl", folder / "train.jsonl")
+    words = [word for name in ("lower", "upper", "lower_heldout")
+             for word in (f"--{name.replace('_', '-')}", str(folder / f"{name}.jsonl"))]
+    return [*words, *(word for pair in given.items() for word in pair)], {
         "drop, same": ["--upper", str(folder / "train.jsonl")],
         "right answers": ["--lower", str(folder / "right.jsonl")]}
 
@@ -170,10 +176,10 @@ def refine_table(args):
         print(table(["masked rows", *columns.values()], summary_rows(own, columns)))
         results |= {f"{name}: {arm}": runs for arm, runs in own.items()}
     claims = claims_of([
-        (f"{name}: {first} is better than {than}" + ("" if key == "upper_heldout" else
-                                                     ", one temperature fitted"),
-         f"{name}: {first}", f"{name}: {than}", key)
-        for name in names for key in ("upper_heldout", "tempered") for first, than in (
+        (f"{name}: {first} is better than {than} ({MEASURES[key]})", f"{name}: {first}",
+         f"{name}: {than}", key)
+        for name in names for key in ("upper_heldout", "lower_heldout", "tempered")
+        for first, than in (
             ("right answers", "drop"), ("accept", "drop"), ("accept", "drop, same"),
             ("accept", "random"), ("accept", "generate"), ("generate", "drop"))], results)
     print_claims(claims, "loss")
