@@ -113,9 +113,12 @@ def check_refreshes(args, run):
     num_masked, run.given_mask = round(args.ratio_masked * run.num_rows), None
     if args.mask not in ("static", "dynamic"):
         run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
-        args.masked_rows = run.given_mask.nonzero().flatten().tolist()  # for --resume
-        num_masked = len(args.masked_rows)
+        num_masked = int(run.given_mask.sum())
+        args.masked_rows = content_hash(str(run.given_mask.tolist()))  # of the file, for --resume
         print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep")
+        if num_masked == 0:
+            raise UserError(f"--mask {args.mask}: keeps all {run.num_rows} lower rows, so none is "
+                            "masked; give another file, or use --mask static")
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     if num_masked == 0:
@@ -125,8 +128,9 @@ def check_refreshes(args, run):
                         "steps, so no row would ever be masked")
     # Drawn before the first step, when all weights are equal, a dynamic mask is a random one.
     last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
-    mask_is_ranked = args.mask == "dynamic" and args.first_refresh + last_refresh > 0
-    if args.mask == "dynamic" and not mask_is_ranked:
+    mask_is_ranked = args.mask != "static" and (
+        run.given_mask is not None or args.first_refresh + last_refresh > 0)
+    if not mask_is_ranked and args.mask == "dynamic":
         print("warning: --mask dynamic: the only refresh is before the first step, when all "
               "weights are equal, so the mask is a random one; make --k-gen smaller than "
               f"{run.total_steps}")
