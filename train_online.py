@@ -22,7 +22,8 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     permutations are seeded in between, so the others would be overwritten unread.
 12. The dynamic mask is the bottom R of the weights at each refresh. At the first step all weights
     are equal and it is a random one.
-13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta.
+13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta. So is
+    the weight of an accepted answer.
 14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
     be that the bad answers are gone, and `drop` shows how much.
@@ -272,7 +273,8 @@ def lower_terms(questions, logps, lengths, weighing):
                          dtype=torch.long, device=losses.device)
     counts = torch.bincount(owner, minlength=len(questions)).clamp_min(1)
     ratio, used, num_clamped = losses.new_tensor(
-        [answers.weight for answers in questions for _ in answers.rows]), None, 0
+        [1.0 if weighing is None else answers.weight for answers in questions
+         for _ in answers.rows]), None, 0
     written = [answers for answers in questions if answers.old_logps is not None]
     if written and weighing is not None:  # generated answers count by r, others by their weight
         new = torch.tensor([answers.old_logps is not None for answers in questions
