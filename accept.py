@@ -23,8 +23,9 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
 An accepted answer trains with the precision that the gate measured as its weight. A cut answer that
 is not completed trains without an end token. Any other row is dropped.
 
-Right means: word for word. So `continue` and `generate` are only for answers of at most CLOSED
-tokens; longer ones cannot be checked by comparing, and what cannot be checked is not accepted.
+Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
+longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
+question with a longer answer is asked as well: a short answer to it is wrong.
 
 Other margins were measured and are worse: agreement of samples, and the log-prob under the guided
 model less that under the base (docs/tried.md).
@@ -51,48 +52,44 @@ RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
 SHORTLIST = 10
-PART = 100   # trusted rows to calibrate with, and as many for the gate
-CLOSED = 32  # tokens
+PART = 100   # trusted questions to calibrate with, and as many for the gate
+CLOSED = 32  # tokens, the end included
 ENOUGH = 10  # rows on which a way must have been tried
-NEVER = -1e30  # a margin below all others
+NEVER = -1e30  # the margin of what is no answer at all; below every threshold
 # The ways of a row by the reason why it looks bad (detect.py). Any row may be answered anew.
 REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
            "unclear": ("search", "generate")}
 
 
-def trusted_parts(count):
-    """(train, calibrate, gate): places of `count` trusted rows, disjoint, a quarter each for the
-    last two and at most PART."""
-    stride = max(4, math.ceil(count / PART))
+def trusted_parts(prompts):
+    """(train, calibrate, gate): places of trusted rows, from a hash of each one's prompt.
+
+    A quarter of the prompts each for the last two, at most PART. Rows of one prompt stay together;
+    the hashes decide, so the order of the file does not.
+    """
+    order = sorted(set(prompts))
+    size = min(PART, len(order) // 4)
+    number = {prompt: n // size + 1 for n, prompt in enumerate(order[:2 * size])}
     parts = [[], [], []]
-    for place in range(count):
-        parts[{stride - 2: 1, stride - 1: 2}.get(place % stride, 0)].append(place)
+    for place, prompt in enumerate(prompts):
+        parts[number.get(prompt, 0)].append(place)
     return parts
 
 
 # --- search ---------------------------------------------------------------------------------------
 
-def bags_of_words(texts):
-    """Word counts times log inverse frequency, of length one: a dictionary a text."""
-    counts = [collections.Counter(re.findall(r"\w+", text.lower())) for text in texts]
-    seen = collections.Counter(word for bag in counts for word in bag)
-    bags = []
-    for bag in counts:
-        values = {w: n * math.log(1 + len(texts) / seen[w]) for w, n in bag.items()}
-        norm = math.sqrt(sum(v * v for v in values.values())) or 1.0
-        bags.append({w: v / norm for w, v in values.items()})
-    return bags
-
-
 def shortlists(questions, answers, size=SHORTLIST):
     """For each question the places of the `size` answers that share most words with it, rare ones
-    counting most (cosine); ties by place."""
-    bags = bags_of_words([*questions, *answers])
-    index = collections.defaultdict(list)
+    counting most (cosine of word counts times log inverse frequency); ties by place."""
+    bags = [collections.Counter(re.findall(r"\w+", text.lower())) for text in (
+        *questions, *answers)]
+    seen = collections.Counter(word for bag in bags for word in bag)
+    bags = [{w: n * math.log(1 + len(bags) / seen[w]) for w, n in bag.items()} for bag in bags]
+    index, chosen = collections.defaultdict(list), []
     for place, bag in enumerate(bags[len(questions):]):
+        norm = math.sqrt(sum(v * v for v in bag.values()))
         for word, value in bag.items():
-            index[word].append((place, value))
-    chosen = []
+            index[word].append((place, value / norm))
     for bag in bags[:len(questions)]:
         scores = [0.0] * len(answers)
         for word, value in bag.items():
@@ -111,73 +108,79 @@ def pair_scores(model, prompts, bodies, blank, lists):
     pairs = [(n, place) for n, places in enumerate(lists) for place in places]
     asked = sorted({place for _, place in pairs})
     with model.disable_adapter():
-        alone, lengths = row_losses(model, [answer_row(blank, bodies[p] or blank[-1:])
-                                            for p in asked], label="search: answers alone")
-        given, _ = row_losses(model, [answer_row(prompts[n], bodies[p] or blank[-1:])
-                                      for n, p in pairs], label="search: pairs")
-    alone = dict(zip(asked, zip(alone.tolist(), lengths.tolist(), strict=True), strict=True))
+        alone, lengths = row_losses(model, [answer_row(blank, bodies[p]) for p in asked],
+                                    label="search: answers alone")
+        given, _ = row_losses(model, [answer_row(prompts[n], bodies[p]) for n, p in pairs],
+                              label="search: pairs")
+    alone = {p: (loss, math.sqrt(count)) for p, loss, count in zip(
+        asked, alone.tolist(), lengths.tolist(), strict=True)}
     found = [{} for _ in prompts]
     for (n, place), loss in zip(pairs, given.tolist(), strict=True):
-        found[n][place] = (alone[place][0] - loss) * math.sqrt(alone[place][1])
+        found[n][place] = (alone[place][0] - loss) * alone[place][1]
     return found
 
 
 def best_of(scores, original):
-    """(place, margin) of the largest of {place: s}; `original`: the place of the row's own answer,
-    which must be beaten; (None, -inf) without another place."""
-    ordered = sorted((p for p in scores if p != original), key=lambda p: (-scores[p], p))
+    """(place, margin) of the largest of {place: s}, ties by place; (None, NEVER) for none.
+
+    original: s of the row's own answer, which must be beaten.
+    """
+    ordered = sorted(scores, key=lambda p: (-scores[p], p))
     if not ordered:
         return None, NEVER
-    rivals = [scores[original]] + [scores[p] for p in ordered[1:2]]
-    return ordered[0], scores[ordered[0]] - max(rivals)
+    return ordered[0], scores[ordered[0]] - max([original] + [scores[p] for p in ordered[1:2]])
 
 
-def search(model, rows, pool, blank):
-    """[(place in pool or None, margin), one a row]. rows, pool: {"prompt", "body" tokens,
-    "question", "answer" texts, "row_id"}; a row's own answer is looked for outside itself."""
+def search(model, rows, originals, pool, blank):
+    """[[(place in pool or None, margin), one an original], one a row].
+
+    rows, pool: of `as_rows`, the pool's answers all different. originals: for each row the bodies
+    that are to be beaten, in turn; the same text found in the pool is not another answer.
+    """
     if not rows:
         return []
-    bodies = [row["body"] for row in (*pool, *rows)]
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool])
-    lists = [[p for p in places if pool[p]["row_id"] != row["row_id"]] + [len(pool) + n]
-             for n, (places, row) in enumerate(zip(lists, rows, strict=True))]
-    scores = pair_scores(model, [row["prompt"] for row in rows], bodies, blank, lists)
-    return [best_of(own, len(pool) + n) for n, own in enumerate(scores)]
+    bodies, own = [row["body"] for row in pool], []
+    for mine in originals:
+        own.append([*range(len(bodies), len(bodies) + len(mine))])
+        bodies += mine
+    scores = pair_scores(model, [row["prompt"] for row in rows], bodies, blank,
+                         [places + mine for places, mine in zip(lists, own, strict=True)])
+    return [[best_of({p: values[p] for p in places if bodies[p] != bodies[place]}, values[place])
+             for place in mine]
+            for places, values, mine in zip(lists, scores, own, strict=True)]
+
+
+def different(rows):
+    """The rows without those whose answer, token by token, another one has too."""
+    return list({tuple(row["body"]): row for row in rows}.values())
 
 
 def trial_search(model, trusted, pool, blank):
     """What `search` does with trusted rows: margins, right, spared, each (n,); see `threshold_of`.
 
-    A row's bad original is the answer of the next trusted row. The answers of every other row are
-    among those of the pool; where they are not, nothing found is right.
+    A row's bad original is the next answer that is another one. The answers of every other row are
+    offered beside those of the pool; where its own is not, nothing found is right.
     """
-    count = len(trusted)
-    bodies = [row["body"] for row in (*pool, *trusted)]
-    offered = [*range(len(pool)), *range(len(pool), len(pool) + count, 2)]
-    lists = shortlists([row["question"] for row in trusted],
-                       [(*pool, *trusted)[p]["answer"] for p in offered], SHORTLIST + 1)
-    own = [len(pool) + n for n in range(count)]
-    bad = [len(pool) + (n + 1) % count for n in range(count)]
-    lists = [list(dict.fromkeys([*(offered[p] for p in places), own[n], bad[n]]))
-             for n, places in enumerate(lists)]
-    scores = pair_scores(model, [row["prompt"] for row in trusted], bodies, blank, lists)
-    margins, right, spared = [], [], []
-    for n, values in enumerate(scores):
-        hidden = {} if n % 2 == 0 else {own[n]}  # its own answer is nowhere
-        place, margin = best_of({p: s for p, s in values.items() if p not in hidden}, bad[n])
-        margins.append(margin)
-        right.append(place == own[n])
-        spared.append(best_of({p: s for p, s in values.items() if p != bad[n]}, own[n])[1])
-    return margins, right, spared
+    offered, bad = different([*pool, *trusted[::2]]), []
+    for n, row in enumerate(trusted):
+        bad.append(next((other["body"] for other in (*trusted[n + 1:], *trusted[:n])
+                         if other["body"] != row["body"]), row["body"]))
+    found = search(model, trusted, [[wrong, row["body"]] for wrong, row in zip(
+        bad, trusted, strict=True)], offered, blank)
+    margins = [margin for (_, margin), _ in found]
+    right = [place is not None and offered[place]["body"] == row["body"]
+             for ((place, _), _), row in zip(found, trusted, strict=True)]
+    return margins, right, [margin for _, (_, margin) in found]
 
 
 # --- continue and generate ------------------------------------------------------------------------
 
-def written(model, prompts, sampling, ends, label):
-    """[(tokens, complete, margin)] greedy answers of at most CLOSED tokens behind the prompts.
+def written(model, prompts, sampling, text_of, label):
+    """[(tokens, margin)] greedy answers of at most CLOSED tokens behind the prompts.
 
-    margin: the mean log-prob of the new tokens under the model of now; -inf where an answer is
-    empty or does not end.
+    margin: the mean log-prob of the new tokens under the model of now; NEVER where an answer has no
+    text or does not end. text_of: tokens to text.
     """
     if not prompts:
         return []
@@ -187,7 +190,7 @@ def written(model, prompts, sampling, ends, label):
                                                **options), prompts)
     losses, _ = row_losses(model, [answer_row(p, tokens)
                                    for p, (tokens, _) in zip(prompts, made, strict=True)])
-    return [(tokens, done, -loss if done and set(tokens) - ends else NEVER)
+    return [(tokens, -loss if done and text_of(tokens[:-1]) else NEVER)
             for (tokens, done), loss in zip(made, losses.tolist(), strict=True)]
 
 
@@ -197,27 +200,32 @@ def same(one, other):
     return one == other
 
 
-def trial_written(model, trusted, way, sampling, ends, text_of, seed):
-    """What `continue` or `generate` does with trusted rows: margins, right, spared; None for fewer
-    than ENOUGH rows whose right answer has at most CLOSED tokens.
+def trial_written(model, trusted, way, sampling, text_of, seed):
+    """What `continue` or `generate` does with trusted rows: margins, right (n,), spared (m,).
 
-    continue: the answer is cut somewhere in its middle half. text_of: tokens to text.
+    None for fewer than ENOUGH rows whose right answer has at most CLOSED tokens. continue: the
+    answer is cut somewhere in its middle half; a good original is continued where it ends.
     """
-    closed = [row for row in trusted if len(row["body"]) < CLOSED]
-    if way == "continue":
-        closed = [row for row in closed if len(row["body"]) >= 4]
+    rows = [row for row in trusted if way == "generate" or len(row["body"]) >= 4]
+    closed = [row for row in rows if len(row["body"]) < CLOSED]
     if len(closed) < ENOUGH:
         return None
-    draws = torch.rand(len(closed), generator=torch.Generator().manual_seed(seed)).tolist()
-    starts = [row["body"][:int(len(row["body"]) * (0.25 + 0.5 * u))] if way == "continue" else []
-              for row, u in zip(closed, draws, strict=True)]
-    prompts = [row["prompt"] + start for row, start in zip(closed, starts, strict=True)]
-    made = written(model, prompts, sampling, ends, f"trusted prompts: {way}")
+    starts = [[] for _ in rows]
+    if way == "continue":
+        draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+        starts = [row["body"][:int(len(row["body"]) * (0.25 + 0.5 * u))]
+                  for row, u in zip(rows, draws, strict=True)]
+    asked = [(row, start) for row, start in zip(rows, starts, strict=True) if len(start) < CLOSED]
+    made = written(model, [row["prompt"] + start for row, start in asked], sampling, text_of,
+                   f"trusted prompts: {way}")
     right = [same(text_of(start + tokens), row["answer"])
-             for start, (tokens, _, _), row in zip(starts, made, closed, strict=True)]
-    margins = [margin for *_, margin in made]
-    return margins, right, [NEVER if ok else margin
-                            for ok, margin in zip(right, margins, strict=True)]
+             for (row, start), (tokens, _) in zip(asked, made, strict=True)]
+    margins = [margin for _, margin in made]
+    if way == "continue":
+        whole = written(model, [row["prompt"] + row["body"] for row in closed], sampling, text_of,
+                        "trusted answers, continued")
+        return margins, right, [margin for _, margin in whole]
+    return margins, right, [NEVER if ok else m for ok, m in zip(right, margins, strict=True)]
 
 
 # --- thresholds -----------------------------------------------------------------------------------
@@ -230,8 +238,8 @@ def precision_of(right, accepted):
 def threshold_of(margins, right, spared):
     """The smallest margin t from which on the accepted are right and good originals are safe; None.
 
-    margins, right (n,): of new answers for rows with a bad original; spared (n,): the margin with
-    which another answer would replace a good original, -inf for none. For all accepted at once
+    margins, right (n,): of new answers for rows with a bad original; spared (m,): the margin with
+    which another answer would replace a good original, NEVER for none. For all accepted at once
     (margin >= t): `precision_of` at least PRECISION; share of spared >= t at most FALSE.
     """
     best = None
@@ -256,12 +264,13 @@ def upper_bound(count, total, level=0.95):
 
 
 def gate(calibrate, check):
-    """{"threshold", "weight", ...} of one way, from two trials (margins, right, spared), or None.
+    """{"threshold", "weight", "why", ...} of one way, from two trials (margins, right, spared).
 
-    threshold and weight are None when the way is closed: it could not be calibrated, or the gate's
-    rows do not confirm it. precision, coverage: of what is accepted on the gate's rows with a bad
-    original; right: the share of right answers if all were taken; false, false_bound: of good
-    originals replaced, and the upper end of its 95 % interval; rows: tried.
+    A trial is None for too few rows. threshold and weight are None when the way is closed: it could
+    not be calibrated, or the gate's rows do not confirm it. precision, coverage: of what is
+    accepted on the gate's rows with a bad original; right: the share of right answers if all were
+    taken; false, false_bound: of good originals replaced, and the upper end of its 95 % interval;
+    rows: tried.
     """
     if calibrate is None or check is None:
         return {"threshold": None, "weight": None, "rows": 0, "why": "too few rows to try it on "
@@ -292,18 +301,18 @@ def as_rows(rows, ends, reasons=None):
     answer: texts; row_id; reason: of detect.py, None for none.
     """
     made = []
-    for n, row in enumerate(rows):
+    for row, reason in zip(rows, reasons or [None] * len(rows), strict=True):
         body = response_of(row)
         count = len(body)
         while count and body[count - 1] in ends:
             count -= 1
         made.append({"prompt": prompt_of(row), "body": body[:count], "end": body[count:],
                      "question": row["prompt"], "answer": row["response"],
-                     "row_id": row["row_id"], "reason": reasons[n] if reasons else None})
+                     "row_id": row["row_id"], "reason": reason})
     return made
 
 
-def attempts(model, rows, gates, found, sampling, ends, context):
+def attempts(model, rows, gates, found, sampling, text_of, context):
     """{way: {"tokens", "source", "margin"}} of every row, in the order of its ways.
 
     rows: of `as_rows`; gates: {way: `gate`}, of which closed ones are not asked; found: {row_id:
@@ -315,65 +324,68 @@ def attempts(model, rows, gates, found, sampling, ends, context):
             continue
         starts = [row["body"] if way == "continue" else [] for row in rows]
         places = [n for n, row in enumerate(rows)
-                  if way in REPAIRS.get(row["reason"], ("generate",))
+                  if way in REPAIRS.get(row["reason"], ("generate",)) and len(starts[n]) < CLOSED
                   and len(row["prompt"]) + len(starts[n]) + CLOSED <= context]
-        made = written(model, [rows[n]["prompt"] + starts[n] for n in places], sampling, ends, way)
-        for n, (tokens, _, margin) in zip(places, made, strict=True):
+        made = written(model, [rows[n]["prompt"] + starts[n] for n in places], sampling, text_of,
+                       way)
+        for n, (tokens, margin) in zip(places, made, strict=True):
             tried[n][way] = {"tokens": starts[n] + tokens, "source": None, "margin": margin}
     return tried
 
 
 def accept_or_drop(rows, tried, gates, generator=None):
-    """What is done with each row: {"way", "tokens", "source", "weight", "why"}.
+    """What is done with each row: {"way", "tokens", "source", "margin", "weight", "why"}.
 
     way: of WAYS; "prefix", the answer as it is without an end token; None, dropped. The first way
-    whose margin reaches its threshold wins. generator: the control of this rule, as many rows of
-    each way accepted, drawn from those that were tried.
+    whose margin reaches its threshold wins. generator: the control of this rule, which changes
+    places between the rows that have answers of the same ways; so as many of each way are accepted.
     """
     chosen = [next((way for way, own in ways.items() if gates[way]["threshold"] is not None
                     and own["margin"] >= gates[way]["threshold"]), None) for ways in tried]
     if generator is not None:
-        drawn = [None] * len(rows)
-        for way in WAYS:
-            free = [n for n, ways in enumerate(tried) if way in ways and drawn[n] is None
-                    and ways[way]["tokens"] is not None]
-            for n in torch.randperm(len(free), generator=generator)[:chosen.count(way)].tolist():
-                drawn[free[n]] = way
-        chosen = drawn
-    return [decision(row, ways, way, gates, generator is not None)
+        groups = collections.defaultdict(list)
+        for n, ways in enumerate(tried):
+            groups[tuple(way for way, own in ways.items() if own["margin"] > NEVER)].append(n)
+        for places in groups.values():
+            order = torch.randperm(len(places), generator=generator).tolist()
+            for n, way in zip(places, [chosen[places[i]] for i in order], strict=True):
+                chosen[n] = way
+    return [decision(row, ways, way, gates)
             for row, ways, way in zip(rows, tried, chosen, strict=True)]
 
 
-def decision(row, ways, way, gates, at_random=False):
+def decision(row, ways, way, gates):
     """One row of `accept_or_drop`."""
-    why = "; ".join(f"{name}: margin {own['margin']:.3g}, " + (
-        gates[name]["why"] if gates[name]["threshold"] is None
-        else f"threshold {gates[name]['threshold']:.3g}") for name, own in ways.items())
-    if way is not None:
-        return ways[way] | {"way": way, "weight": gates[way]["weight"],
-                            "why": ("at random; " if at_random else "") + why}
-    if row["reason"] == "end" and row["body"]:
-        return {"way": "prefix", "tokens": row["body"], "source": None, "weight": 1.0,
-                "margin": None, "why": "cut, and not completed: trains without an end; " + why}
-    return {"way": None, "tokens": None, "source": None, "weight": None, "margin": None,
+    why = "; ".join(f"{name}: " + (
+        "no whole answer" if own["margin"] == NEVER else f"margin {own['margin']:.3g}, " + (
+            f"closed, {gates[name]['why']}" if gates[name]["threshold"] is None
+            else f"threshold {gates[name]['threshold']:.3g}")) for name, own in ways.items())
+    made = {"way": way, "tokens": None, "source": None, "margin": None, "weight": None,
             "why": why or "no way is open"}
+    if way is not None:
+        return made | ways[way] | {"weight": gates[way]["weight"]}
+    if row["reason"] == "end" and row["body"]:
+        return made | {"way": "prefix", "tokens": row["body"], "weight": 1.0,
+                       "why": f"cut, trains without an end; {made['why']}"}
+    return made
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
 def split_trusted(run):
     """The trusted rows of a planned run cut into parts: run.upper keeps those to train on."""
+    name, rows = f"--refine {run.args.refine}", run.levels.upper
     if run.args.upper_loss == "dpo":
-        raise UserError(f"--refine {run.args.refine}: trusted answers say which new ones are "
-                        "right; with preference pairs use generate or drop")
-    parts = trusted_parts(len(run.levels.upper))
-    if len(parts[2]) < ENOUGH:
-        raise UserError(f"--refine {run.args.refine}: {len(run.levels.upper)} trusted rows; "
-                        f"calibration and gate take a quarter each, at least {ENOUGH}: give "
-                        f"{4 * ENOUGH} or more, or use --refine drop")
-    train, *others = (run.levels.upper.select(places) for places in parts)
-    run.trusted = dict(zip(("calibrate", "gate"), others, strict=True))
-    run.levels.upper, run.upper = train, tokens_only(train)
+        raise UserError(f"{name}: trusted answers say which new ones are right; with preference "
+                        "pairs use generate or drop")
+    parts = trusted_parts(rows["prompt_hash"][:])
+    if min(map(len, parts)) < ENOUGH:
+        raise UserError(f"{name}: {len(rows)} trusted rows; calibration and gate take a quarter of "
+                        f"the prompts each, at least {ENOUGH}: give {4 * ENOUGH} or more, or use "
+                        "--refine drop")
+    train, *others = (rows.select(places) for places in parts)
+    run.upper, run.trusted = tokens_only(train), dict(zip(("calibrate", "gate"), others,
+                                                          strict=True))
     print(f"trusted rows: {len(train)} train, {len(others[0])} calibrate what is accepted, "
           f"{len(others[1])} are its gate")
 
@@ -381,70 +393,75 @@ def split_trusted(run):
 def prepare(run, sampling):
     """What is searched for once a run; at its first step also the gate before training, printed."""
     run.ends = end_ids(run.tokenizer) | sampling["end_ids"]
+    run.text_of = lambda tokens: response_text(run.tokenizer, tokens, run.args.template)
     reasons = run.tested(torch.arange(run.num_rows))["reason"]
     masked = [False] * run.num_rows if run.given_mask is None else run.given_mask.tolist()
-    run.searched = search_once(run, blank_prompt(run.levels.lower), [
+    run.searched = search_once(run, [
         p for p, (reason, given) in enumerate(zip(reasons, masked, strict=True))
         if (given and reason != "end") or "search" in REPAIRS.get(reason, ())])
     if run.step == 0:
         print_gates(open_gates(run, sampling))
 
 
-def search_once(run, blank, suspects):
+def search_once(run, suspects):
     """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
 
     suspects: places of lower rows that may have another question's answer. Returns {"found":
     {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials}; the run folder keeps it.
     """
-    def compute():
-        rows = as_rows([run.levels.lower[p] for p in suspects], run.ends)
-        rows = [row for row in rows if row["body"]]
-        trusted = {name: as_rows(part, run.ends) for name, part in run.trusted.items()}
-        longest = max((len(row["prompt"]) for part in (rows, *trusted.values()) for row in part),
-                      default=0)
-        pool = [row for row in rows if longest + len(row["body"]) < run.context]
-        found = {}
-        for row, (place, margin) in zip(rows, search(run.model, rows, pool, blank), strict=True):
-            if place is not None:
-                found[str(row["row_id"])] = {
-                    "tokens": pool[place]["body"] + pool[place]["end"],
-                    "source": pool[place]["row_id"], "margin": margin}
-        return {"found": found, **{
-            name: trial_search(run.model, part, pool, blank) if len(part) >= ENOUGH and pool
-            else None for name, part in trusted.items()}}
+    def read(file):
+        saved = json.loads(file.read_text())
+        return {key: saved[key] for key in run.trusted} | {
+            "found": {int(row_id): own for row_id, own in saved["found"].items()}}
 
-    file = run.out / "search.json"
-    saved = folder.read_once(file, lambda f: json.loads(f.read_text()) | {})
-    if saved is None:
-        saved = compute()
-        folder.write_once(file, json.dumps(saved) + "\n")
-    return saved | {"found": {int(row_id): own for row_id, own in saved["found"].items()}}
+    saved = folder.read_once(run.out / "search.json", read)
+    if saved is not None:
+        return saved
+    rows = as_rows([run.levels.lower[p] for p in suspects], run.ends)
+    trusted = {name: as_rows(part, run.ends) for name, part in run.trusted.items()}
+    longest = max(len(row["prompt"]) for part in (rows, *trusted.values()) for row in part)
+
+    def movable(part):  # an answer that has room behind every prompt
+        return [row for row in part if row["body"] and longest + len(row["body"] + row["end"])
+                <= run.context]
+
+    rows = [row for row in rows if row["body"]]
+    pool, blank = different(movable(rows)), blank_prompt(run.levels.lower)
+    found = {}
+    for row, ((place, margin),) in zip(rows, search(
+            run.model, rows, [[row["body"]] for row in rows], pool, blank), strict=True):
+        if place is not None:
+            found[row["row_id"]] = {"tokens": pool[place]["body"] + pool[place]["end"],
+                                    "source": pool[place]["row_id"], "margin": margin}
+    saved = {"found": found}
+    for name, part in trusted.items():
+        part = movable(part)
+        saved[name] = trial_search(run.model, part, pool, blank) if (
+            len(part) >= ENOUGH and pool) else None
+    folder.write_once(run.out / "search.json", json.dumps(saved) + "\n")
+    return saved
 
 
 def open_gates(run, sampling, wanted=WAYS):
     """{way: `gate`} under the model of now; ways that nobody wants are closed."""
-    def text_of(tokens):
-        return response_text(run.tokenizer, tokens, run.args.template)
-
     gates = {"search": gate(run.searched["calibrate"], run.searched["gate"])}
     parts = {name: [row for row in as_rows(part, run.ends)
                     if len(row["prompt"]) + 2 * CLOSED <= run.context]
              for name, part in run.trusted.items()}
     for way in ("continue", "generate"):
-        trials = [trial_written(run.model, parts[name], way, sampling, run.ends, text_of,
-                                run.args.seed)
-                  if way in wanted else None for name in ("calibrate", "gate")]
-        gates[way] = gate(*trials)
+        gates[way] = gate(*(trial_written(run.model, parts[name], way, sampling, run.text_of,
+                                          run.args.seed)
+                            if way in wanted else None for name in ("calibrate", "gate")))
     return gates
 
 
 def repair(run, places, sampling, number):
     """(what `accept_or_drop` says of the lower rows at these places, metrics) at a refresh."""
-    reasons = run.tested(torch.tensor(places))["reason"]
-    rows = as_rows([run.levels.lower[p] for p in places], run.ends, reasons)
+    rows = as_rows([run.levels.lower[p] for p in places], run.ends,
+                   run.tested(torch.tensor(places))["reason"])
     wanted = {way for row in rows for way in REPAIRS.get(row["reason"], ("generate",))}
     gates = open_gates(run, sampling, wanted)
-    tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.ends,
+    tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
     generator = None
     if run.args.refine == "random":
@@ -497,10 +514,9 @@ def rewrite(run, places, sampling):
     decisions, metrics = repair(run, places, sampling, "curated")
     refined = {}
     for place, made in zip(places, decisions, strict=True):
-        new = made["tokens"] is not None and made["way"] != "prefix"
+        new = made["way"] in WAYS
         refined[place] = {
-            "refined": response_text(run.tokenizer, made["tokens"], run.args.template) if new
-            else None, "recommended": "refined" if new else "undecided" if made["margin"] else
-            "original", "margin": made["margin"],
-            **{key: made[key] for key in ("way", "source", "why")}}
+            "refined": run.text_of(made["tokens"]) if new else None,
+            "recommended": "refined" if new else "original",
+            **{key: made[key] for key in ("margin", "way", "source", "why")}}
     return refined, metrics

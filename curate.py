@@ -28,7 +28,7 @@ from utils import UserError, each_jsonl, write_jsonl
 # ruff: isort: split
 import torch
 
-FORMATS = ("alpaca", "prompt-completion", "messages")
+FORMATS = ("alpaca", "prompt-completion", "messages", "pairs")
 MIN_CALIBRATION = 20  # held-out rows; with fewer a 95th percentile says nothing
 QUANTILE = 0.95
 
@@ -243,7 +243,8 @@ def export(entries, path, layout):
     """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged.
 
     Conversations keep their turns; prompt and completion are lists of messages, since trainers join
-    two texts without a space between them. Only alpaca has no turns: a transcript instead.
+    two texts without a space between them. Only alpaca has no turns: a transcript instead. pairs:
+    of rewritten rows the new answer, chosen, over the original one, rejected; for DPO.
     """
     num_transcripts = 0
 
@@ -251,7 +252,10 @@ def export(entries, path, layout):
         nonlocal num_transcripts
         for entry in entries:
             rewritten = entry["recommended"] == "refined"
-            if not entry["kept"] and not rewritten:
+            wanted = entry["kept"] or rewritten
+            if layout == "pairs":
+                wanted = rewritten and entry["refined"] != entry["response"]
+            if not wanted:
                 continue
             response = entry["refined"] if rewritten else entry["response"]
             messages = conversation(entry, response)
@@ -259,6 +263,8 @@ def export(entries, path, layout):
             yield {
                 "alpaca": {"instruction": entry["prompt"], "input": "", "output": response},
                 "prompt-completion": {"prompt": messages[:-1], "completion": messages[-1:]},
+                "pairs": {"prompt": messages[:-1], "chosen": messages[-1:],
+                          "rejected": conversation(entry)[-1:]},
                 "messages": {"messages": messages}}[layout]
 
     write_jsonl(path, chosen())

@@ -22,7 +22,8 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     permutations are seeded in between, so the others would be overwritten unread.
 12. The dynamic mask is the bottom R of the weights at each refresh. At the first step all weights
     are equal and it is a random one.
-13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta.
+13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta. So is
+    the weight of an accepted answer.
 14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
     be that the bad answers are gone, and `drop` shows how much.
@@ -113,9 +114,12 @@ def check_refreshes(args, run):
     num_masked, run.given_mask = round(args.ratio_masked * run.num_rows), None
     if args.mask not in ("static", "dynamic"):
         run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
-        args.masked_rows = run.given_mask.nonzero().flatten().tolist()  # for --resume
-        num_masked = len(args.masked_rows)
+        num_masked = int(run.given_mask.sum())
+        args.masked_rows = content_hash(str(run.given_mask.tolist()))  # of the file, for --resume
         print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep")
+        if num_masked == 0:
+            raise UserError(f"--mask {args.mask}: keeps all {run.num_rows} lower rows, so none is "
+                            "masked; give another file, or use --mask static")
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     if num_masked == 0:
@@ -125,8 +129,9 @@ def check_refreshes(args, run):
                         "steps, so no row would ever be masked")
     # Drawn before the first step, when all weights are equal, a dynamic mask is a random one.
     last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
-    mask_is_ranked = args.mask == "dynamic" and args.first_refresh + last_refresh > 0
-    if args.mask == "dynamic" and not mask_is_ranked:
+    mask_is_ranked = args.mask != "static" and (
+        run.given_mask is not None or args.first_refresh + last_refresh > 0)
+    if not mask_is_ranked and args.mask == "dynamic":
         print("warning: --mask dynamic: the only refresh is before the first step, when all "
               "weights are equal, so the mask is a random one; make --k-gen smaller than "
               f"{run.total_steps}")
@@ -268,7 +273,8 @@ def lower_terms(questions, logps, lengths, weighing):
                          dtype=torch.long, device=losses.device)
     counts = torch.bincount(owner, minlength=len(questions)).clamp_min(1)
     ratio, used, num_clamped = losses.new_tensor(
-        [answers.weight for answers in questions for _ in answers.rows]), None, 0
+        [1.0 if weighing is None else answers.weight for answers in questions
+         for _ in answers.rows]), None, 0
     written = [answers for answers in questions if answers.old_logps is not None]
     if written and weighing is not None:  # generated answers count by r, others by their weight
         new = torch.tensor([answers.old_logps is not None for answers in questions

@@ -5,6 +5,7 @@ autograd through a literal softmax for omega, Adam written out. The answers them
 are taken from the run; what follows from them is not.
 """
 
+import itertools
 import math
 import re
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from conftest import (
 from test_generate import only_ends
 from test_train_offline import adam_step, adapter, load_float64, mean_loss, omega, tokenise
 
+import accept
 import batches
 import curate
 import generate
@@ -36,6 +38,7 @@ import selector
 import train_offline
 import train_online
 from data import tokens
+from utils import content_hash
 
 SPECIALS = "<|im_start|>", "<|im_end|>", "<eos>", "<pad>"
 
@@ -64,7 +67,7 @@ def spied(monkeypatch):
 
     def record_refresh(run, *rest):
         mask, made, values = refresh(run, *rest)
-        if made:
+        if made and run.args.refine == "generate":
             spy.answers.append((run.step, made))
             spy.true[-1] = dict(zip(made, spy.true[-1], strict=True))
         return mask, made, values
@@ -77,6 +80,28 @@ def spied(monkeypatch):
     monkeypatch.setattr(train_online, "refresh", record_refresh)
     monkeypatch.setattr(train_online, "new_mask", record_mask)
     return spy
+
+
+def decide(places, refresh):
+    """{place: (way, weight)} given to a run: one answer accepted, one prefix, the others dropped."""
+    turns = itertools.cycle([("generate", 0.85), ("prefix", 1.0), (None, None)])
+    return {p: next(turns) for p in (places if refresh != 1 else places[::-1])}
+
+
+@pytest.fixture
+def decided(monkeypatch):
+    """`decide` in the place of accept.py's rule; and trusted parts of three rows."""
+    def repair(run, places, sampling, number):
+        made = []
+        for p, (way, weight) in decide(places, number).items():
+            new, old = [40 + p, 50, 60 + p, 0], batches.response_of(run.lower[p])[:-1]
+            made.append((p, {"way": way, "weight": weight, "source": None, "margin": -0.5,
+                             "tokens": {"generate": new, "prefix": old, None: None}[way],
+                             "why": "given"}))
+        return [dict(made)[p] for p in places], {"dropped": 1}
+
+    monkeypatch.setattr(accept, "ENOUGH", 3)
+    monkeypatch.setattr(accept, "repair", repair)
 
 
 # --- Algorithm 1 against brute force --------------------------------------------------------------
@@ -109,6 +134,15 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, spied, lr, omega_lr, c
             return mean_loss(model, lower[i])
         if refine == "drop":
             return torch.zeros((), dtype=torch.float64)
+        if refine == "accept":
+            masked = spied.masks[refresh].nonzero().flatten().tolist()
+            (way, weight), (ids, start) = decide(masked, refresh)[i], lower[i]
+            if way is None:
+                return torch.zeros((), dtype=torch.float64)
+            row = (ids[:-1], start) if way == "prefix" else (
+                torch.cat([ids[:start], torch.tensor([40 + i, 50, 60 + i, 0])]), start)
+            loss = -token_logps(model, row).mean()
+            return loss if used is None else weight * loss
         answers, old = answers_of(refresh, i)
         losses = [-token_logps(model, y).mean() for y in answers]
         if used is None:
@@ -174,24 +208,32 @@ CASES = {
     "corrected": {"num_answers": 2, "correction": 0.6},
     "drop": {"refine": "drop"},
     "original": {"refine": "original"},
+    "accept": {"refine": "accept", "correction": 0.6},
+    "accept, dynamic": {"refine": "accept", "mask": "dynamic", "micro_batch": 7},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_eq_online_run_in_float64(online, files, folders, adapters, spied, case):
+def test_eq_online_run_in_float64(online, files, folders, adapters, spied, decided, case):
     """Algorithm 1, Eqs. PBGD-1 and PBGD-2: three full-batch steps of theta and omega, three of
-    seven rows masked, refreshes before the first and the third, ratios not one, clipping active."""
+    seven rows masked, refreshes before the first and the third, ratios not one, clipping active.
+    accept: an accepted answer with its weight, a prefix without an end, and a dropped row."""
     options = {"mask": "static", "refine": "generate", "ratio": "sequence", "num_answers": 1,
                "omega_loss": "next", "max_log_ratio": 5.0, "correction": 0.0, "lr": 3e-3,
                "omega_lr": 2.0, "clip": 0.7, "k_gen": 2, "micro_batch": 2} | CASES[case]
     model = options.pop("model", "llama")
-    paths, spied.shift = files(lower=7, upper=7), 0.7
+    paths, spied.shift = files(lower=7, upper=13 if options["refine"] == "accept" else 7), 0.7
+    upper = read_rows(paths["upper"])
+    if options["refine"] == "accept":
+        train, *_ = accept.trusted_parts([content_hash(row["prompt"]) for row in upper])
+        upper = [upper[p] for p in train]
+    assert len(upper) == 7
     run = online(paths, model, adapter=adapters[model], dtype="float64", batch=7, epochs=3,
                  ratio_masked=0.43, template=tokens.TEMPLATE, **options)
     for name in ("mask", "micro_batch"):
         del options[name]
     record, theta = by_hand(folders[model], adapters[model], read_rows(paths["lower"]),
-                            read_rows(paths["upper"]), 3, spied, **options)
+                            upper, 3, spied, **options)
     assert [int(mask.sum()) for mask in spied.masks] == [3, 3] and len(run.metrics) == 3
     for k, (found, expected) in enumerate(zip(run.metrics, record, strict=True)):
         torch.testing.assert_close(omega(run, k + 1), expected["omega"], rtol=1e-6, atol=1e-7)

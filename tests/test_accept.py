@@ -1,0 +1,435 @@
+"""accept.py: which new answers are accepted, against brute force, by hand and in whole runs."""
+
+import itertools
+import json
+import math
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, flags, make_rows, make_tokenizer, read_rows, write_rows
+
+import accept
+import batches
+import models
+import train_online
+from data import tokens
+from toy import corpus
+
+NEVER = accept.NEVER
+
+
+def logp(model, prompt, answer):
+    """log p(answer | prompt), summed, in a plain forward."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
+    logps = torch.log_softmax(logits[len(prompt) - 1:-1].double(), -1)
+    return logps.gather(1, torch.tensor(answer)[:, None]).sum().item()
+
+
+def rows_of(count, seed=0, shortest=1, longest=9):
+    """Rows as `accept.as_rows` makes them, of random tokens and words."""
+    rng = random.Random(seed)
+
+    def ids(low, high):
+        return [rng.randrange(5, 280) for _ in range(rng.randint(low, high))]
+
+    texts = make_rows(count, seed)
+    return [{"prompt": ids(2, 8), "body": ids(shortest, longest), "end": [0],
+             "question": text["prompt"], "answer": text["response"], "row_id": n, "reason": None}
+            for n, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def tuned(folders, adapters):
+    """(plain base, the same base under a random adapter)."""
+    device = torch.device("cpu")
+    return (models.load_model(str(folders["llama"]), device), models.add_lora(
+        models.load_model(str(folders["llama"]), device), adapter=str(adapters["llama"])))
+
+
+# --- parts of the trusted rows --------------------------------------------------------------------
+
+@pytest.mark.parametrize(("prompts", "sizes"), [(40, (20, 10, 10)), (43, (23, 10, 10)),
+                                                (400, (200, 100, 100)), (1000, (800, 100, 100))])
+def test_trusted_parts_are_disjoint(prompts, sizes):
+    """A quarter each, at most PART; rows of one prompt stay together, in any order of the file."""
+    names = [f"prompt {n}" for n in range(prompts)]
+    parts = accept.trusted_parts(names)
+    assert tuple(map(len, parts)) == sizes
+    assert sorted(itertools.chain(*parts)) == list(range(prompts))
+    doubled = accept.trusted_parts([*names, *names[::-1]])  # every prompt twice
+    of = [{([*names, *names[::-1]])[p] for p in part} for part in doubled]
+    assert of == [{names[p] for p in part} for part in parts]
+    assert not of[0] & of[1] and not of[0] & of[2] and not of[1] & of[2]
+    assert sum(map(len, doubled)) == 2 * prompts
+
+
+# --- search ---------------------------------------------------------------------------------------
+
+def test_shortlists_are_the_largest_cosines():
+    """Against a dense matrix of counts times log inverse frequency."""
+    questions = [row["prompt"] for row in make_rows(9, 3)] + ["Zebra?", ""]
+    answers = [row["response"] for row in make_rows(30, 4)] + ["", "the zebra", "ZEBRA zebra"]
+    texts = [re.findall(r"\w+", text.lower()) for text in (*questions, *answers)]
+    words = sorted({word for text in texts for word in text})
+    counts = torch.tensor([[text.count(word) for word in words] for text in texts],
+                          dtype=torch.float64)
+    bags = counts * torch.log(1 + len(texts) / (counts > 0).sum(0))
+    bags = bags / bags.norm(dim=1, keepdim=True).clamp_min(1e-12)
+    cosine = bags[:len(questions)] @ bags[len(questions):].T
+    found = accept.shortlists(questions, answers, 5)
+    for places, values in zip(found, cosine, strict=True):
+        assert len(set(places)) == 5
+        assert values[places].tolist() == pytest.approx(values.sort(descending=True)[0][:5])
+    assert found[9][:2] == [32, 31]  # the word alone, then among others
+    assert found[10] == [0, 1, 2, 3, 4]  # nothing shared: by place
+    assert accept.shortlists(["a"], [], 5) == [[]] and accept.shortlists(["a"], ["b"]) == [[0]]
+
+
+def test_eq_pair_scores_are_information_a_root_token(tuned):
+    """sum_t (log p(y_t|x) - log p(y_t|blank)) / sqrt(T), each pair alone in a plain forward of the
+    base; the adapter is off meanwhile, and on again."""
+    base, model = tuned
+    rows, blank = rows_of(7), [9, 8]
+    lists = [[(n + k) % 7 for k in range(0, 7, 1 + n % 3)] for n in range(6)] + [[]]
+    prompts, bodies = [row["prompt"] for row in rows], [row["body"] for row in rows]
+    found = accept.pair_scores(model, prompts, bodies, blank, lists)
+    assert [list(own) for own in found] == lists
+    for prompt, own in zip(prompts, found, strict=True):
+        for place, value in own.items():
+            body = bodies[place]
+            assert value == pytest.approx((logp(base, prompt, body) - logp(base, blank, body))
+                                          / math.sqrt(len(body)), abs=1e-4)
+    assert abs(logp(model, prompts[0], bodies[1]) - logp(base, prompts[0], bodies[1])) > 0.01
+
+
+def test_best_of():
+    """The largest, ties by place; its lead over the second and over the original."""
+    assert accept.best_of({3: 1.0, 1: 4.0, 2: 2.5}, 0.5) == (1, 1.5)
+    assert accept.best_of({3: 1.0, 1: 4.0, 2: 2.5}, 3.5) == (1, 0.5)
+    assert accept.best_of({3: 1.0}, 3.5) == (3, -2.5)
+    assert accept.best_of({7: 2.0, 4: 2.0}, -9.0) == (4, 0.0)
+    assert accept.best_of({}, 1.0) == (None, NEVER)
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Answers fit a question when their first tokens are equal: s is 5 for its own, else by place.
+
+    Also makes every answer part of every shortlist, but for those in `scored.missed`.
+    """
+    spy = SimpleNamespace(missed=set(), asked=[])
+
+    def pair_scores(model, prompts, bodies, blank, lists):
+        spy.asked.append((prompts, bodies, lists))
+        return [{p: 5.0 if bodies[p][0] == prompt[0] else -0.01 * bodies[p][0] for p in places}
+                for prompt, places in zip(prompts, lists, strict=True)]
+
+    monkeypatch.setattr(accept, "pair_scores", pair_scores)
+    monkeypatch.setattr(accept, "shortlists", lambda questions, answers: [
+        [p for p in range(len(answers)) if (q, answers[p]) not in spy.missed] for q in questions])
+    return spy
+
+
+def puzzle(count, first=100, row_id=0):
+    """Rows whose question n is answered by n: prompt, body, texts."""
+    return [{"prompt": [first + n, 1], "body": [first + n, 2], "end": [0], "question": f"{first}+{n}?",
+             "answer": f"{first}+{n}", "row_id": row_id + n, "reason": None} for n in range(count)]
+
+
+def test_search_finds_the_answers_that_changed_places(scored):
+    """Swapped answers find each other; a row never finds its own answer or a copy of it."""
+    rows = puzzle(4)
+    bodies, texts = [row["body"] for row in rows], [row["answer"] for row in rows]
+    for row, n in zip(rows, (1, 0, 2, 2), strict=True):  # 2 is right, 3 has 2's answer
+        row |= {"body": bodies[n], "answer": texts[n]}
+    pool = accept.different(rows)
+    assert [row["body"] for row in pool] == [bodies[1], bodies[0], bodies[2]]
+    found = accept.search(None, rows, [[row["body"]] for row in rows], pool, [3])
+    assert [own[0][0] for own in found] == [1, 0, 1, 1]
+    assert [own[0][1] for own in found] == pytest.approx([6.01, 6.0, -6.0, 0.01], abs=0.02)
+    assert accept.search(None, [], [], pool, [3]) == []
+    assert accept.search(None, rows, [[b] for b in bodies], [], [3]) == [[(None, NEVER)]] * 4
+
+
+def test_the_trial_of_search_is_right_only_where_the_own_answer_is_offered(scored):
+    """Even rows find their answers, unless the shortlist misses them; odd rows never are right."""
+    trusted, pool = puzzle(9), puzzle(4, first=200)
+    scored.missed = {(trusted[4]["question"], trusted[4]["answer"])}
+    margins, right, spared = accept.trial_search(None, trusted, pool, [3])
+    assert right == [n % 2 == 0 and n != 4 for n in range(9)]
+    assert all((m > 4) == ok for m, ok in zip(margins, right, strict=True))
+    assert max(spared) < -4  # beside the good original nothing fits
+    (_, bodies, lists), = scored.asked
+    for n, places in enumerate(lists):  # the bad original is another row's answer, and is beaten
+        assert bodies[places[-1]] == trusted[n]["body"]
+        assert bodies[places[-2]] == trusted[(n + 1) % 9]["body"]
+    # Answers that occur twice: a copy in the pool is the right answer as well.
+    double = [row | {"body": trusted[n // 2 * 2]["body"], "prompt": trusted[n // 2 * 2]["prompt"]}
+              for n, row in enumerate(trusted)]
+    _, right, spared = accept.trial_search(None, double, pool, [3])
+    assert right == [n != 4 for n in range(9)] and max(spared) < -4
+
+
+# --- continue and generate ------------------------------------------------------------------------
+
+def words(ids):
+    return " ".join(str(i) for i in ids if i > 4)
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    """`written` without a model: what follows a prompt by `writing.answers`; margin -len(tokens)."""
+    spy = SimpleNamespace(asked=[], answer=lambda prompt: [])
+
+    def written(model, prompts, sampling, text_of, label):
+        spy.asked.append((label, prompts))
+        return [(made, -float(len(made)) if made[-1:] == [0] and words(made) else NEVER)
+                for made in map(spy.answer, prompts)]
+
+    monkeypatch.setattr(accept, "written", written)
+    return spy
+
+
+def test_written_is_greedy_and_scored(tuned):
+    """Tokens of a plain greedy loop; mean log-prob of tokens and end; NEVER for what is none."""
+    base, _ = tuned
+    prompts = [row["prompt"] for row in rows_of(40, seed=5)]
+    sampling = {"max_new_tokens": 7, "temperature": 0.8, "end_ids": {0, *range(5, 60)},
+                "batch_size": 3}
+    made = accept.written(base, prompts, sampling, words, "")
+    kinds = set()
+    for prompt, (ids, margin) in zip(prompts, made, strict=True):
+        expected = []
+        while len(expected) < 7 and not (expected and expected[-1] in sampling["end_ids"]):
+            with torch.no_grad():
+                logits = base(input_ids=torch.tensor([prompt + expected])).logits[0, -1]
+            expected.append(int(logits.argmax()))
+        assert ids == expected
+        done = ids[-1] in sampling["end_ids"]
+        kinds.add((done, len(ids) > 1))
+        if done and len(ids) > 1:
+            assert margin == pytest.approx(logp(base, prompt, ids) / len(ids), abs=1e-4)
+        else:
+            assert margin == NEVER
+    assert kinds == {(True, True), (True, False), (False, True)}
+    assert accept.written(base, [], sampling, words, "") == []
+    long = accept.written(base, prompts, sampling | {"max_new_tokens": 99, "end_ids": {0}}, words, "")
+    assert max(len(ids) for ids, _ in long) == accept.CLOSED
+
+
+def test_the_same_answer():
+    assert accept.same("The  Cat.", "the cat") and accept.same("B\n", "b")
+    assert not accept.same("the cat", "the cats") and not accept.same("1 2 3", "1 2")
+
+
+def test_the_trial_of_generate(writing):
+    """Right is the whole text; a good original is spared by the same answer; a long answer is
+    asked for too, and a short one to it is wrong; too few short ones are no trial."""
+    trusted = rows_of(14, seed=2) + rows_of(3, seed=6, shortest=32, longest=40)
+    for n, row in enumerate(trusted):
+        row |= {"answer": words(row["body"]), "prompt": [n]}
+    writing.answer = lambda prompt: [*trusted[prompt[0]]["body"][:31 if prompt[0] else 1], 0]
+    trusted[0]["body"] = [7, 8]
+    trusted[0]["answer"] = "7 8"
+    margins, right, spared = accept.trial_written(None, trusted, "generate", {}, words, 0)
+    assert [prompts for _, prompts in writing.asked] == [[[n] for n in range(17)]]
+    assert right == [False] + [True] * 13 + [False] * 3
+    assert margins == [-float(min(len(row["body"]), 31) + 1) if n else -2.0
+                       for n, row in enumerate(trusted)]
+    assert spared == [NEVER if ok else m for ok, m in zip(right, margins, strict=True)]
+    assert accept.trial_written(None, trusted[5:], "generate", {}, words, 0) is None  # nine short
+
+
+def test_the_trial_of_continue(writing):
+    """Cut in the middle half and asked to go on; good originals are whole and must not go on."""
+    trusted = rows_of(200, seed=3, shortest=4, longest=31) + rows_of(9, seed=4, longest=3)
+    trusted += rows_of(30, seed=7, shortest=100, longest=120)
+    for n, row in enumerate(trusted):
+        row |= {"answer": words(row["body"]), "prompt": [300 + n]}
+
+    def answer(prompt):
+        n, start = prompt[0] - 300, len(prompt) - 1
+        rest = trusted[n]["body"][start:][:31]
+        return [*rest, 0] if rest or n % 50 else [11, 0]  # four complete ones are continued
+
+    writing.answer = answer
+    margins, right, spared = accept.trial_written(None, trusted, "continue", {}, words, 0)
+    (_, cut), (_, whole) = writing.asked
+    lengths = {row["prompt"][0]: len(row["body"]) for row in trusted}
+    shares = [(len(p) - 1) / lengths[p[0]] for p in cut]
+    assert {p[0] for p in cut} >= set(range(300, 500)) and max(len(p) for p in cut) <= 32
+    assert 0.1 < min(shares) < 0.3 and 0.6 < max(shares) < 0.75
+    assert all(1 <= len(p) - 1 < lengths[p[0]] for p in cut)
+    assert all(p[1:] == trusted[p[0] - 300]["body"][:len(p) - 1] for p in cut)
+    assert not {p[0] for p in cut} & set(range(500, 509))  # too short to be cut
+    assert right == [p[0] < 500 for p in cut]  # of a long one the end is missing
+    assert any(p[0] > 508 for p in cut)
+    assert whole == [row["prompt"] + row["body"] for row in trusted[:200]]
+    assert spared == [NEVER if n % 50 else -2.0 for n in range(200)]
+    other = accept.trial_written(None, trusted, "continue", {}, words, 1)
+    assert [len(p) for p in writing.asked[2][1]] != [len(p) for p in cut] and len(other) == 3
+    assert accept.trial_written(None, trusted[:9] + trusted[200:], "continue", {}, words, 0) is None
+
+
+# --- thresholds -----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed", range(30))
+def test_eq_threshold_is_the_smallest_that_holds(seed):
+    """Against every threshold there is, margins with ties."""
+    rng = random.Random(seed)
+    count = rng.choice([5, 12, 60, 100])
+    margins = [rng.choice([NEVER, round(rng.gauss(0, 1), 1)]) for _ in range(count)]
+    right = [rng.random() < (0.99 if m > 0 else 0.6) and m > NEVER for m in margins]
+    spared = [rng.choice([NEVER, NEVER, round(rng.gauss(-1, 1), 1)]) for _ in range(count)]
+
+    def holds(t):
+        taken = [ok for m, ok in zip(margins, right, strict=True) if m >= t]
+        return ((sum(taken) + 1) / (len(taken) + 2) >= 0.9
+                and sum(m >= t for m in spared) / count <= 0.05)
+
+    fine = [t for t in margins if t != NEVER and holds(t)]
+    assert accept.threshold_of(margins, right, spared) == (min(fine) if fine else None)
+
+
+def test_thresholds_by_hand():
+    assert accept.threshold_of([1.0] * 8, [True] * 8, [NEVER] * 8) == 1.0  # 9 of 10
+    assert accept.threshold_of([1.0] * 7, [True] * 7, [NEVER] * 7) is None  # 8 of 9
+    assert accept.threshold_of([NEVER] * 50, [False] * 50, [NEVER] * 50) is None
+    good = [float(n) for n in range(20)]
+    assert accept.threshold_of(good, [True] * 20, [NEVER] * 19 + [9.0]) == 0.0  # one of twenty
+    assert accept.threshold_of(good, [True] * 20, [NEVER] * 18 + [9.0, 5.0]) == 6.0
+    nan = float("nan")
+    assert accept.threshold_of([nan, *good], [False] + [True] * 20, [NEVER]) == 0.0
+
+
+def test_eq_upper_bound():
+    """0 of n in closed form; 2 of 50: its table value; the binomial tail is 5 % there."""
+    for n in (10, 59, 100, 400):
+        assert accept.upper_bound(0, n) == pytest.approx(1 - 0.05 ** (1 / n), abs=1e-12)
+    assert accept.upper_bound(2, 50) == pytest.approx(0.1206, abs=1e-4)
+    assert accept.upper_bound(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-12)
+    assert accept.upper_bound(7, 7) == accept.upper_bound(0, 0) == 1.0
+
+
+def test_a_gate_opens_and_closes():
+    """Open with its precision as the weight; closed without a threshold, without the gate's rows
+    agreeing, and without rows; nothing in it that JSON cannot hold."""
+    sure = [1.0] * 20, [True] * 20, [NEVER] * 20
+    found = accept.gate(sure, ([1.0] * 18 + [0.5] * 12, [True] * 17 + [False] * 13,
+                               [NEVER] * 29 + [2.0]))
+    assert found == {"threshold": 1.0, "weight": 18 / 20, "rows": 30, "right": 17 / 30,
+                     "precision": 17 / 18, "coverage": 0.6, "false": 1 / 30, "why": "open",
+                     "false_bound": accept.upper_bound(1, 30)}
+    closed = accept.gate(sure, ([1.0] * 20, [True] * 15 + [False] * 5, [NEVER] * 20))
+    assert (closed["threshold"], closed["weight"], closed["precision"]) == (None, None, 0.75)
+    assert closed["why"] == "15 of 20 accepted answers of the gate's rows are right"
+    border = accept.gate(sure, ([1.0] * 18, [True] * 15 + [False] * 3, [NEVER] * 18))
+    assert border["weight"] == 0.8  # PRECISION - SLACK itself is enough
+    none = accept.gate(sure, ([0.0] * 20, [True] * 20, [NEVER] * 20))
+    assert none["weight"] is None and none["precision"] is None and none["coverage"] == 0
+    unsure = accept.gate((sure[0], [False] * 20, sure[2]), sure)
+    assert unsure["why"] == "no margin makes 90% of the new answers right"
+    few = accept.gate(None, sure)
+    assert few["why"].startswith("too few rows to try it on") and few == accept.gate(sure, None)
+    for report in (found, closed, border, none, unsure, few):
+        json.dumps(report, allow_nan=False)
+
+
+# --- what is done with a row ----------------------------------------------------------------------
+
+OPEN = {way: {"threshold": -1.0, "weight": weight, "why": "open"}
+        for way, weight in zip(accept.WAYS, (0.9, 0.85, 0.95), strict=True)}
+SHUT = {way: {"threshold": None, "weight": None, "why": "no"} for way in accept.WAYS}
+
+
+def test_rows_as_they_are_read(tmp_path):
+    """The end tokens of a row, and only they, are its end; also of chats, cut and empty answers."""
+    ends = {0, 3}
+    rows = [batches.answer_row([7, 8], [9, 10, 3, 0]), batches.answer_row([7], [9, 0, 10]),
+            batches.answer_row([7], [0])]
+    rows = [row | {"prompt": "q", "response": "a", "row_id": n} for n, row in enumerate(rows)]
+    found = accept.as_rows(rows, ends, ["end", None, "echo"])
+    assert [(row["prompt"], row["body"], row["end"], row["reason"]) for row in found] == [
+        ([7, 8], [9, 10], [3, 0], "end"), ([7], [9, 0, 10], [], None), ([7], [], [0], "echo")]
+
+
+def test_attempts_ask_each_row_its_own_ways(writing):
+    """By reason and open gate; never a start or an answer beyond CLOSED or the context."""
+    rows = rows_of(8, seed=8, shortest=2)
+    for n, (row, reason) in enumerate(zip(rows, ("end", "relevance", "unclear", None, "echo", "end",
+                                                 "end", None), strict=True)):
+        row |= {"reason": reason, "prompt": [50 + n] * 4, "row_id": 10 + n}
+    rows[5]["body"] = [9] * accept.CLOSED          # an open answer: it cannot be checked
+    rows[6]["prompt"] = [56] * 60                  # no room
+    rows[7]["prompt"] = [57] * 70
+    writing.answer = lambda prompt: [prompt[0], 0]
+    found = {11: {"tokens": [1, 0], "source": 4, "margin": 2.0}}
+    tried = accept.attempts(None, rows, OPEN, found, {}, words, 4 + accept.CLOSED + 31)
+    assert [list(ways) for ways in tried] == [
+        ["continue"], ["search", "generate"], ["generate"], ["generate"], ["generate"], [], [], []]
+    assert tried[0]["continue"] == {"tokens": [*rows[0]["body"], 50, 0], "source": None,
+                                    "margin": -2.0}
+    assert tried[1] == {"search": found[11], "generate": {"tokens": [51, 0], "source": None,
+                                                          "margin": -2.0}}
+    assert [label for label, _ in writing.asked] == ["continue", "generate"]
+    writing.asked.clear()
+    assert accept.attempts(None, rows, SHUT, {}, {}, words, 999) == [{}] * 8 and not writing.asked
+
+
+def answer(margin, *ids, source=None):
+    return {"tokens": list(ids), "source": source, "margin": margin}
+
+
+def test_the_first_way_beyond_its_threshold_wins():
+    rows = rows_of(6)
+    rows[3]["reason"] = rows[4]["reason"] = "end"
+    rows[4]["body"] = []
+    tried = [{"search": answer(-1.0, 5, 0, source=7), "generate": answer(0.0, 6, 0)},
+             {"search": answer(-1.1, 5, 0), "generate": answer(-0.5, 6, 0)},
+             {"generate": answer(NEVER, 6)}, {"continue": answer(-1.5, 6, 0)},
+             {"continue": answer(NEVER, 6)}, {}]
+    found = accept.accept_or_drop(rows, tried, OPEN)
+    assert [made["way"] for made in found] == ["search", "generate", None, "prefix", None, None]
+    assert found[0] == {"way": "search", "tokens": [5, 0], "source": 7, "margin": -1.0,
+                        "weight": 0.9, "why": "search: margin -1, threshold -1; generate: margin 0, "
+                                              "threshold -1"}
+    assert found[1]["weight"] == 0.95 and found[1]["tokens"] == [6, 0]
+    assert found[3] == {"way": "prefix", "tokens": rows[3]["body"], "source": None, "margin": None,
+                        "weight": 1.0, "why": "cut, trains without an end; continue: margin -1.5, "
+                                              "threshold -1"}
+    assert found[2]["why"] == "generate: no whole answer"
+    assert found[5] == {"way": None, "tokens": None, "source": None, "margin": None,
+                        "weight": None, "why": "no way is open"}
+    shut = accept.accept_or_drop(rows, tried, OPEN | {"search": SHUT["search"]})
+    assert [made["way"] for made in shut] == ["generate", "generate", None, "prefix", None, None]
+    assert shut[0]["why"].startswith("search: margin -1, closed, no; ")
+    json.dumps([found, shut], allow_nan=False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_control_accepts_as_many_of_each_way_at_random(seed):
+    """Also where the ways overlap; never what is no answer; other rows than the rule's."""
+    rng = random.Random(seed)
+    rows = rows_of(60)
+    kinds = [("search", "generate"), ("generate",), ("search",), ("continue",)]
+    tried = [{way: answer(rng.choice([NEVER, rng.gauss(-1, 1), rng.gauss(-1, 1)]), n, 0)
+              for way in rng.choice(kinds)} for n in range(60)]
+    for row, ways in zip(rows, tried, strict=True):
+        row["reason"] = "end" if "continue" in ways else None
+    rule = accept.accept_or_drop(rows, tried, OPEN)
+    drawn = [accept.accept_or_drop(rows, tried, OPEN, torch.Generator().manual_seed(s))
+             for s in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for control in drawn:
+        for way in (*accept.WAYS, "prefix", None):
+            assert sum(made["way"] == way for made in control) == sum(
+                made["way"] == way for made in rule) > 0, way
+        for made, ways in zip(control, tried, strict=True):
+            if made["way"] in accept.WAYS:
+                assert made["margin"] == ways[made["way"]]["margin"] > NEVER
+                assert made["weight"] == OPEN[made["way"]]["weight"]
+    assert sum(a["way"] != b["way"] for a, b in zip(rule, drawn[0], strict=True)) > 5
