@@ -39,6 +39,7 @@ from paper.plans import ON, chosen, setting, toy_words, words_of, write_toy_rows
 from paper.results import store
 from paper.running import run_all, slug
 from paper.statistics import claims_of, measured, print_claims, summary_rows
+from toy import corpus
 from utils import UserError, table
 
 FIRST_SEED = 2
@@ -57,16 +58,18 @@ OWN = {"answers_generated": "answers", "precision": "of the rewritten right",
 
 # --- rows -----------------------------------------------------------------------------------------
 
-def trusted_to_train(source, file):
-    """The trusted rows that train under accept, as a file of their own."""
-    rows = utils.read_jsonl(source)
-    utils.write_jsonl(file, (rows[place] for place in trusted_parts(len(rows))[0]))
+def trusted_to_train(folder, tokenizer, max_length):
+    """The rows of upper.jsonl that train under accept, as a file of their own, train.jsonl."""
+    rows, _ = load_rows(str(folder / "upper.jsonl"), tokenizer, max_length=max_length)
+    wanted = [rows["row_id"][place] for place in trusted_parts(rows["prompt_hash"][:])[0]]
+    all_rows = utils.read_jsonl(folder / "upper.jsonl")
+    utils.write_jsonl(folder / "train.jsonl", (all_rows[row_id] for row_id in wanted))
 
 
 def toy_rows(folder, seed, noise):
     """(words that name the rows, {arm: words that replace some})."""
     write_toy_rows(folder, seed, f"--noise {noise}")
-    trusted_to_train(folder / "upper.jsonl", folder / "train.jsonl")
+    trusted_to_train(folder, models.load_tokenizer(str(corpus.MODEL)), 128)
     utils.write_jsonl(folder / "right.jsonl", (
         row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
     return toy_words(folder), {"drop, same": ["--upper", str(folder / "train.jsonl")],
@@ -111,7 +114,7 @@ def text_rows(folder, seed, args, words):
                        ("upper", read(given.pop("--upper"), TRUSTED)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
         utils.write_jsonl(folder / f"{name}.jsonl", rows)
-    trusted_to_train(folder / "upper.jsonl", folder / "train.jsonl")
+    trusted_to_train(folder, tokenizer, int(given.get("--max-length", 2048)))
     words = [word for name in ("lower", "upper", "lower_heldout")
              for word in (f"--{name.replace('_', '-')}", str(folder / f"{name}.jsonl"))]
     return [*words, *(word for pair in given.items() for word in pair)], {
