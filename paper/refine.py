@@ -13,8 +13,8 @@ Every arm masks rows by the same rule. What stands in for them differs:
                     others, half of them, are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
 
-Text: of --rows good rows half are spoilt, two in three with the answers of one another, one in
-three cut in the middle, and masked; TRUSTED trusted rows. On the toy the weights mask. Settings
+Text: of --rows good rows SPOILT are bad, three in four with the answers of one another, one in four
+cut in the middle; these are masked. TRUSTED trusted rows. On the toy the weights mask. Settings
 were chosen on seed 0; results are of fresh seeds, from FIRST_SEED on.
 """
 
@@ -47,8 +47,8 @@ NOISES = (0.4, 0.6, 0.8)
 # Late: by then the toy's weights have sunk and its guided model is right more often than not.
 TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
 TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
-SPOILT, CUT = 0.5, 1 / 3  # share of bad rows, and of cut ones among them
-TRUSTED, HELD_OUT = 200, 200  # trusted rows in all; good rows that are held out
+SPOILT, CUT = 0.7, 1 / 4  # share of bad rows, and of cut ones among them
+TRUSTED, HELD_OUT = 160, 150  # trusted rows in all; rows of each kind that are held out
 TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
 MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",
             "upper_exact": "exact answers", "lower_heldout": "lower, clean"}
@@ -112,10 +112,11 @@ def text_rows(folder, seed, args, words):
     spoilt = spoil(good[HELD_OUT:], seed)
     for name, rows in (("lower", spoilt), ("lower_heldout", good[:HELD_OUT]),
                        ("upper", read(given.pop("--upper"), TRUSTED)),
+                       ("upper_heldout", read(given.pop("--upper-heldout"), HELD_OUT)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
         utils.write_jsonl(folder / f"{name}.jsonl", rows)
     trusted_to_train(folder, tokenizer, int(given.get("--max-length", 2048)))
-    words = [word for name in ("lower", "upper", "lower_heldout")
+    words = [word for name in ("lower", "upper", "upper_heldout", "lower_heldout")
              for word in (f"--{name.replace('_', '-')}", str(folder / f"{name}.jsonl"))]
     return [*words, *(word for pair in given.items() for word in pair)], {
         "drop, same": ["--upper", str(folder / "train.jsonl")],
