@@ -13,10 +13,12 @@ from conftest import ROOT, flags, make_rows, make_tokenizer, read_rows, write_ro
 
 import accept
 import batches
+import curate
 import models
+import monitor
+import ranking
 import train_online
-from data import tokens
-from toy import corpus
+from utils import content_hash
 
 NEVER = accept.NEVER
 
@@ -433,3 +435,128 @@ def test_the_control_accepts_as_many_of_each_way_at_random(seed):
                 assert made["margin"] == ways[made["way"]]["margin"] > NEVER
                 assert made["weight"] == OPEN[made["way"]]["weight"]
     assert sum(a["way"] != b["way"] for a, b in zip(rule, drawn[0], strict=True)) > 5
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+@pytest.fixture
+def mask_of(tmp_path):
+    """mask_of(rows, kept, **changes): a ranking file of these rows, kept by place."""
+    def write(rows, kept, **changes):
+        return write_rows(tmp_path / "mask.jsonl", [
+            {"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
+             "kept": kept(n)} | changes for n, row in enumerate(rows)])
+    return write
+
+
+def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
+    """Masked are the rows that the file does not keep, from the first step to the last; in the
+    ranking they come after all others, and they are the ones that are answered at the end."""
+    paths = files(lower=14, upper=6)
+    rows = read_rows(paths["lower"])
+    options = {"mask": mask_of(rows, lambda n: n % 3 > 0), "batch": 14, "epochs": 3, "omega_lr": 20}
+    masked = [0, 3, 6, 9, 12]
+    for refine in ("generate", "drop"):
+        run = online(paths, out=refine, refine=refine, **options)
+        assert "mask: the 5 of 14 rows that" in run.text
+        assert sorted(e["row_id"] for e in run.weights if e["masked"]) == masked
+        assert sorted(e["row_id"] for e in run.weights[9:]) == masked
+        assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == masked
+        assert all(step["masked_share"] == pytest.approx(5 / 14) for step in run.metrics)
+    # As many rows as a random mask of that share: only the choice differs.
+    for kept, line in ((lambda n: True, r"--mask .*mask.jsonl: keeps all 14 lower rows, so none"),
+                       (lambda n: False, r"mask.jsonl: keeps none of the 14 lower rows")):
+        mask_of(rows, kept)
+        assert re.search(line, refused(lambda: online(paths, out="x", **options)))
+    mask_of(rows, lambda n: n > 3, hash="0123456789abcdef")
+    assert "the ranking belongs to other data" in refused(lambda: online(paths, out="x", **options))
+    assert "statik: no such file" in refused(
+        lambda: online(paths, out="x", **options | {"mask": "statik"}))
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("upper", "changes", "line"), [
+    (39, {}, r"--refine accept: 39 trusted rows; calibration and gate take a quarter of the prompts "
+             r"each, at least 10: give 40 or more, or use --refine drop"),
+    (39, {"refine": "random"}, r"--refine random: 39 trusted rows"),
+    (60, {"upper_limit": 20}, r"--refine accept: 20 trusted rows"),
+    (60, {"ratio_masked": 0.01}, r"--ratio-masked 0.01: masks none of 12 rows"),
+    (60, {"max_new_tokens": 126}, r"--max-new-tokens 126: behind the longest prompt")],
+    ids=lambda value: None if isinstance(value, str) else str(value))
+def test_bad_input(online, files, refused, upper, changes, line):
+    options = {"batch": 6, "epochs": 1, "refine": "accept"} | changes
+    assert re.search(line, refused(lambda: online(files(upper=upper), **options)))
+
+
+def test_pairs_as_the_trusted_set_are_refused(online, files, refused, tmp_path):
+    paths = files(upper=50, heldout=45)
+    for name in ("upper", "heldout"):
+        paths[name] = write_rows(tmp_path / f"pairs_{name}.jsonl", [
+            {"prompt": row["prompt"], "chosen": row["response"], "rejected": "no"}
+            for row in read_rows(paths[name])])
+    line = refused(lambda: online(paths, refine="accept", upper_loss="dpo"))
+    assert line.endswith("with preference pairs use generate or drop")
+
+
+def test_the_plan_says_what_the_trusted_rows_are_for(online, files):
+    """--dry-run stops after it; rows of one prompt count once."""
+    paths = files(upper=44)
+    write_rows(paths["upper"], 2 * read_rows(paths["upper"]))
+    run = online(paths, refine="accept", dry_run=True)
+    assert "trusted rows: 44 train, 22 calibrate what is accepted, 22 are its gate" in run.text
+    assert not run.out.exists()
+
+
+def read_by(monkeypatch):
+    """What every model call of a run reads: a list of token lists, in order."""
+    seen, pack, generate = [], batches.pack, accept.generate
+
+    def packing(rows, device="cpu"):
+        seen.extend(row["input_ids"] for row in rows)
+        return pack(rows, device)
+
+    def writing(model, prompts, *rest, **options):
+        seen.extend(prompts)
+        return generate(model, prompts, *rest, **options)
+
+    for module in (batches, ranking):
+        monkeypatch.setattr(module, "pack", packing)
+    for module in (accept, curate, train_online):
+        monkeypatch.setattr(module, "generate", writing)
+    return seen
+
+
+def test_who_reads_which_trusted_rows(online, files, mask_of, monkeypatch):
+    """Steps read the train part alone; trials the two others; of the held-out rows only their loss
+    is read, nothing is asked of them and none is searched for."""
+    paths = files(lower=12, upper=60, heldout=30)
+    tokenizer = make_tokenizer()
+    prompts = {name: [tuple(tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"])
+                      for row in read_rows(paths[name])] for name in paths}
+    parts = dict(zip(("train", "calibrate", "gate"), accept.trusted_parts(
+        [content_hash(row["prompt"]) for row in read_rows(paths["upper"])]), strict=True))
+    names = {prompts["upper"][p]: name for name, part in parts.items() for p in part}
+    names |= {prompt: "heldout" for prompt in prompts["heldout"]}
+    seen, by = read_by(monkeypatch), {}
+
+    def recorded(module, function):
+        whole = getattr(module, function)
+
+        def call(*args, **options):
+            start = len(seen)
+            made = whole(*args, **options)
+            by.setdefault(function, set()).update(
+                name for ids in seen[start:] for prompt, name in names.items()
+                if tuple(ids[:len(prompt)]) == prompt)
+            return made
+        monkeypatch.setattr(module, function, call)
+
+    for module, function in ((train_online, "descend"), (accept, "search_once"),
+                             (accept, "open_gates"), (accept, "attempts"), (accept, "rewrite"),
+                             (monitor, "held_out_metrics")):
+        recorded(module, function)
+    online(paths, refine="accept", batch=6, epochs=4, k_gen=3,
+           mask=mask_of(read_rows(paths["lower"]), lambda n: n % 2 > 0))
+    assert by == {"descend": {"train"}, "search_once": {"calibrate", "gate"},
+                  "open_gates": {"calibrate", "gate"}, "attempts": set(),
+                  "rewrite": {"calibrate", "gate"}, "held_out_metrics": {"heldout"}}
