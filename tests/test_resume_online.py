@@ -178,7 +178,7 @@ def test_another_argument_is_refused_by_name(online, files, refused, changes):
 
 @pytest.fixture
 def accepting(monkeypatch, files, tmp_path):
-    """(paths, options) of a run that accepts answers: its gates are open, whatever they measured."""
+    """(paths, options) of a run that accepts answers: gates are open, whatever they measured."""
     measure = accept.open_gates
 
     def open_gates(*rest):
@@ -191,8 +191,8 @@ def accepting(monkeypatch, files, tmp_path):
     mask = [{"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
              "kept": n % 2 > 0} for n, row in enumerate(rows)]
     return paths, {"mask": write_rows(tmp_path / "mask.jsonl", mask), "refine": "accept",
-                   "batch": 6, "epochs": 4, "lr": 3e-2, "k_gen": 5, "save_every": 3, "max_new_tokens": 24,
-                   "rho_start": 0.3}
+                   "batch": 6, "epochs": 4, "lr": 3e-2, "k_gen": 5, "save_every": 3,
+                   "max_new_tokens": 24, "rho_start": 0.3}
 
 
 @pytest.fixture
@@ -252,10 +252,10 @@ def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
     assert (resumed.out / "search.json").read_bytes() == (whole.out / "search.json").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"found": {}, "gate": null}',
+@pytest.mark.parametrize("damage", ["{", '{"found": {}, "gate": null}',
                                     '{"found": {"x": 1}, "gate": null, "calibrate": null}'])
-def test_a_damaged_search_is_refused_and_a_missing_one_made_again(online, accepting, die_in, refused,
-                                                                  tmp_path, damage):
+def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting, die_in, refused,
+                                                              tmp_path, damage):
     paths, options = accepting
     die_in(metrics, "log_metrics", 7)
     with pytest.raises(Killed):
