@@ -339,7 +339,7 @@ def test_a_gate_opens_and_closes():
     none = accept.gate(sure, ([0.0] * 20, [True] * 20, [NEVER] * 20))
     assert none["weight"] is None and none["precision"] is None and none["coverage"] == 0
     unsure = accept.gate((sure[0], [False] * 20, sure[2]), sure)
-    assert unsure["why"] == "no margin makes 90% of the new answers right"
+    assert unsure["why"] == "no margin makes 90% of new answers right"
     few = accept.gate(None, sure)
     assert few["why"].startswith("too few rows to try it on") and few == accept.gate(sure, None)
     for report in (found, closed, border, none, unsure, few):
@@ -469,7 +469,7 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
         assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == masked
         assert all(step["masked_share"] == pytest.approx(5 / 14) for step in run.metrics)
     # As many rows as a random mask of that share: only the choice differs.
-    for kept, line in ((lambda n: True, r"--mask .*mask.jsonl: keeps all 14 lower rows, so none"),
+    for kept, line in ((lambda n: True, r"--mask .*mask.jsonl --ratio-masked 0.3: masks none of 14"),
                        (lambda n: False, r"mask.jsonl: keeps none of the 14 lower rows")):
         mask_of(rows, kept)
         assert re.search(line, refused(lambda: online(paths, out="x", **options)))
