@@ -137,8 +137,6 @@ def search(model, rows, originals, pool, blank):
     rows, pool: of `as_rows`, the pool's answers all different. originals: for each row the bodies
     that are to be beaten, in turn; the same text found in the pool is not another answer.
     """
-    if not rows:
-        return []
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool])
     bodies, own = [row["body"] for row in pool], []
     for mine in originals:
@@ -159,8 +157,8 @@ def different(rows):
 def trial_search(model, trusted, pool, blank):
     """What `search` does with trusted rows: margins, right, spared, each (n,); see `threshold_of`.
 
-    A row's bad original is the next answer that is another one. The answers of every other row are
-    offered beside those of the pool; where its own is not, nothing found is right.
+    A row's bad original is the next answer that differs. Every other row's answer is offered beside
+    those of the pool; where its own is not, nothing found is right.
     """
     offered, bad = different([*pool, *trusted[::2]]), []
     for n, row in enumerate(trusted):
@@ -182,8 +180,6 @@ def written(model, prompts, sampling, text_of, label):
     margin: the mean log-prob of the new tokens under the model of now; NEVER where an answer has no
     text or does not end. text_of: tokens to text.
     """
-    if not prompts:
-        return []
     options = sampling | {"temperature": 0.0,
                           "max_new_tokens": min(CLOSED, sampling["max_new_tokens"])}
     made = share_list(lambda prompts: generate(model, prompts, [""] * len(prompts), label=label,
@@ -210,12 +206,10 @@ def trial_written(model, trusted, way, sampling, text_of, seed):
     closed = [row for row in rows if len(row["body"]) < CLOSED]
     if len(closed) < ENOUGH:
         return None
-    starts = [[] for _ in rows]
-    if way == "continue":
-        draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        starts = [row["body"][:int(len(row["body"]) * (0.25 + 0.5 * u))]
-                  for row, u in zip(rows, draws, strict=True)]
-    asked = [(row, start) for row, start in zip(rows, starts, strict=True) if len(start) < CLOSED]
+    draws = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    asked = [(row, row["body"][:int(len(row["body"]) * (0.25 + 0.5 * u))]
+              if way == "continue" else []) for row, u in zip(rows, draws, strict=True)]
+    asked = [(row, start) for row, start in asked if len(start) < CLOSED]
     made = written(model, [row["prompt"] + start for row, start in asked], sampling, text_of,
                    f"trusted prompts: {way}")
     right = [same(text_of(start + tokens), row["answer"])
@@ -230,25 +224,20 @@ def trial_written(model, trusted, way, sampling, text_of, seed):
 
 # --- thresholds -----------------------------------------------------------------------------------
 
-def precision_of(right, accepted):
-    """(r + 1) / (a + 2): the share of right ones among accepted ones, never quite 0 or 1."""
-    return (right + 1) / (accepted + 2)
-
-
 def threshold_of(margins, right, spared):
     """The smallest margin t from which on the accepted are right and good originals are safe; None.
 
     margins, right (n,): of new answers for rows with a bad original; spared (m,): the margin with
     which another answer would replace a good original, NEVER for none. For all accepted at once
-    (margin >= t): `precision_of` at least PRECISION; share of spared >= t at most FALSE.
+    (margin >= t): (right + 1) / (accepted + 2), their precision, never quite 0 or 1, at least
+    PRECISION; share of spared >= t at most FALSE.
     """
-    best = None
-    for t in sorted({m for m in margins if m > NEVER}, reverse=True):
+    def holds(t):
         accepted = [ok for m, ok in zip(margins, right, strict=True) if m >= t]
-        if (precision_of(sum(accepted), len(accepted)) >= PRECISION
-                and sum(m >= t for m in spared) <= FALSE * len(spared)):
-            best = t
-    return best
+        return ((sum(accepted) + 1) / (len(accepted) + 2) >= PRECISION
+                and sum(m >= t for m in spared) <= FALSE * len(spared))
+
+    return min((t for t in margins if t > NEVER and holds(t)), default=None)
 
 
 def upper_bound(count, total, level=0.95):
@@ -266,30 +255,28 @@ def upper_bound(count, total, level=0.95):
 def gate(calibrate, check):
     """{"threshold", "weight", "why", ...} of one way, from two trials (margins, right, spared).
 
-    A trial is None for too few rows. threshold and weight are None when the way is closed: it could
-    not be calibrated, or the gate's rows do not confirm it. precision, coverage: of what is
-    accepted on the gate's rows with a bad original; right: the share of right answers if all were
-    taken; false, false_bound: of good originals replaced, and the upper end of its 95 % interval;
-    rows: tried.
+    A trial is None for too few rows. threshold and weight are None when the way is closed. Of the
+    gate's rows: precision, coverage of what is accepted; right: the share if all were taken; false,
+    false_bound: of good originals replaced, and the upper end of its 95 % interval; rows: tried.
     """
+    closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
-        return {"threshold": None, "weight": None, "rows": 0, "why": "too few rows to try it on "
-                f"(trusted answers of at most {CLOSED} tokens; for search, suspect rows)"}
-    margins, right, spared = check
-    report = {"threshold": threshold_of(*calibrate), "weight": None, "rows": len(right),
-              "right": sum(right) / len(right)}
-    if report["threshold"] is None:
-        return report | {"why": f"no margin makes {PRECISION:.0%} of the new answers right"}
-    taken = [ok for m, ok in zip(margins, right, strict=True) if m >= report["threshold"]]
-    false = sum(m >= report["threshold"] for m in spared)
-    precision = precision_of(sum(taken), len(taken))
+        return closed | {"rows": 0, "why": "too few rows to try it on (trusted answers of at most "
+                         f"{CLOSED} tokens; for search, suspect rows)"}
+    (margins, right, spared), threshold = check, threshold_of(*calibrate)
+    report = {"rows": len(right), "right": sum(right) / len(right)}
+    if threshold is None:
+        return closed | report | {"why": f"no margin makes {PRECISION:.0%} of new answers right"}
+    taken = [ok for m, ok in zip(margins, right, strict=True) if m >= threshold]
+    false = sum(m >= threshold for m in spared)
     report |= {"precision": sum(taken) / len(taken) if taken else None,
                "coverage": len(taken) / len(right), "false": false / len(spared),
-               "false_bound": upper_bound(false, len(spared)), "why": "open"}
-    if precision < PRECISION - SLACK:
-        return report | {"threshold": None, "why": f"{sum(taken)} of {len(taken)} accepted answers "
-                         "of the gate's rows are right"}
-    return report | {"weight": precision}
+               "false_bound": upper_bound(false, len(spared))}
+    weight = (sum(taken) + 1) / (len(taken) + 2)
+    if weight < PRECISION - SLACK:
+        return closed | report | {"why": f"{sum(taken)} of {len(taken)} accepted answers of the "
+                                         "gate's rows are right"}
+    return report | {"threshold": threshold, "weight": weight, "why": "open"}
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -303,9 +290,7 @@ def as_rows(rows, ends, reasons=None):
     made = []
     for row, reason in zip(rows, reasons or [None] * len(rows), strict=True):
         body = response_of(row)
-        count = len(body)
-        while count and body[count - 1] in ends:
-            count -= 1
+        count = next((n for n in range(len(body), 0, -1) if body[n - 1] not in ends), 0)
         made.append({"prompt": prompt_of(row), "body": body[:count], "end": body[count:],
                      "question": row["prompt"], "answer": row["response"],
                      "row_id": row["row_id"], "reason": reason})
@@ -433,11 +418,10 @@ def search_once(run, suspects):
         if place is not None:
             found[row["row_id"]] = {"tokens": pool[place]["body"] + pool[place]["end"],
                                     "source": pool[place]["row_id"], "margin": margin}
-    saved = {"found": found}
-    for name, part in trusted.items():
-        part = movable(part)
-        saved[name] = trial_search(run.model, part, pool, blank) if (
-            len(part) >= ENOUGH and pool) else None
+    trusted = {name: movable(part) for name, part in trusted.items()}
+    saved = {"found": found} | {
+        name: trial_search(run.model, part, pool, blank) if len(part) >= ENOUGH and pool else None
+        for name, part in trusted.items()}
     folder.write_once(run.out / "search.json", json.dumps(saved) + "\n")
     return saved
 
@@ -463,11 +447,10 @@ def repair(run, places, sampling, number):
     gates = open_gates(run, sampling, wanted)
     tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
-    generator = None
-    if run.args.refine == "random":
-        generator = torch.Generator().manual_seed(
-            int(content_hash(str(run.args.seed), "accept", str(number)), 16) >> 1)
-    decisions = accept_or_drop(rows, tried, gates, generator)
+    generator = torch.Generator().manual_seed(
+        int(content_hash(str(run.args.seed), "accept", str(number)), 16) >> 1)
+    decisions = accept_or_drop(rows, tried, gates, generator if run.args.refine == "random" else
+                               None)
     ways = [made["way"] for made in decisions]
     return decisions, {f"accepted/{way}": ways.count(way) for way in (*WAYS, "prefix")} | {
         "dropped": ways.count(None)} | {
@@ -485,22 +468,17 @@ def accepted_answers(run, places, sampling, number):
                 for place, made in zip(places, decisions, strict=True) if made["way"] is not None}
     rows = run.levels.lower.select(accepted)
     if accepted and "kind" in rows.column_names:
-        metrics |= corpus.answer_labels(rows, [
-            run.tokenizer.decode(response_of(row), skip_special_tokens=True)
-            for row, _ in accepted.values()])
+        metrics |= corpus.answer_labels(rows, [run.text_of(response_of(row))
+                                               for row, _ in accepted.values()])
     return accepted, metrics | {"answers": len(accepted)}
 
 
 def print_gates(gates):
     """The gate as a table, and what it advises."""
-    def share(value):
-        return "-" if value is None else f"{value:.0%}"
-
     print(table(["way", "rows", "right if all taken", "accepted", "of these right",
-                 "good answers replaced"], [
-        [way, own["rows"], share(own.get("right")), share(own.get("coverage")),
-         share(own.get("precision")), f"{share(own.get('false'))} (at most "
-         f"{share(own.get('false_bound'))})" if "false" in own else "-"]
+                 "good answers replaced", "at most"], [
+        [way, own["rows"], *("-" if own.get(key) is None else f"{own[key]:.0%}" for key in (
+            "right", "coverage", "precision", "false", "false_bound"))]
         for way, own in gates.items()]))
     for way, own in gates.items():
         if own["threshold"] is None:
@@ -512,11 +490,7 @@ def print_gates(gates):
 def rewrite(run, places, sampling):
     """What `curate.refine` returns, for the answers that this file would accept now."""
     decisions, metrics = repair(run, places, sampling, "curated")
-    refined = {}
-    for place, made in zip(places, decisions, strict=True):
-        new = made["way"] in WAYS
-        refined[place] = {
-            "refined": run.text_of(made["tokens"]) if new else None,
-            "recommended": "refined" if new else "original",
-            **{key: made[key] for key in ("margin", "way", "source", "why")}}
-    return refined, metrics
+    return {place: {key: made[key] for key in ("margin", "way", "source", "why")} | (
+        {"refined": run.text_of(made["tokens"]), "recommended": "refined"}
+        if made["way"] in WAYS else {"refined": None, "recommended": "original"})
+        for place, made in zip(places, decisions, strict=True)}, metrics

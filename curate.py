@@ -252,10 +252,8 @@ def export(entries, path, layout):
         nonlocal num_transcripts
         for entry in entries:
             rewritten = entry["recommended"] == "refined"
-            wanted = entry["kept"] or rewritten
-            if layout == "pairs":
-                wanted = rewritten and entry["refined"] != entry["response"]
-            if not wanted:
+            differs = rewritten and entry["refined"] != entry["response"]
+            if not (differs if layout == "pairs" else entry["kept"] or rewritten):
                 continue
             response = entry["refined"] if rewritten else entry["response"]
             messages = conversation(entry, response)

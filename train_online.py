@@ -22,8 +22,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     permutations are seeded in between, so the others would be overwritten unread.
 12. The dynamic mask is the bottom R of the weights at each refresh. At the first step all weights
     are equal and it is a random one.
-13. theta_hat of `--correction` descends the lower loss with r = 1: r is a weight of theta. So is
-    the weight of an accepted answer.
+13. theta_hat of `--correction` descends the lower loss with r = 1; answers' weights are theta's.
 14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
     be that the bad answers are gone, and `drop` shows how much.
@@ -81,8 +80,7 @@ def parse_args(argv=None):
     add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
     add("--refine", choices=("generate", "drop", "original", *accept.RULES), default="generate",
-        help="the paper's method; no lower loss; the original answer; new answers where trusted "
-        "rows show that they are right; as many at random")
+        help="the paper's; no answer; the original; what trusted rows vouch for; random ones")
     add("--ratio", choices=("sequence", "lambda"), default="sequence",
         help="weight of an answer: r, or G lambda")
     add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
@@ -117,13 +115,11 @@ def check_refreshes(args, run):
         num_masked = int(run.given_mask.sum())
         args.masked_rows = content_hash(str(run.given_mask.tolist()))  # of the file, for --resume
         print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep")
-        if num_masked == 0:
-            raise UserError(f"--mask {args.mask}: keeps all {run.num_rows} lower rows, so none is "
-                            "masked; give another file, or use --mask static")
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     if num_masked == 0:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
+        raise UserError(f"--mask {args.mask} --ratio-masked {args.ratio_masked}: masks none of "
+                        f"{run.num_rows} rows")
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
@@ -239,11 +235,11 @@ def refresh(run, before, number, sampling):
         "time/generate": time.perf_counter() - started}
 
 
-def step_answers(lower, lower_rows, mask, buffer, drop):
-    """`Answers` of each row of lower_rows (B,); drop: none for a masked row that has no new one."""
-    rows = batches.take(lower, lower_rows)
+def step_answers(lower, lower_rows, mask, buffer, refine):
+    """`Answers` of each row of lower_rows (B,); without a new one a masked row may have none."""
+    rows, kept = batches.take(lower, lower_rows), refine in ("generate", "original")
     return [Answers([row]) if not mask[p] else
-            buffer[p] if p in buffer else Answers([] if drop else [row])
+            buffer[p] if p in buffer else Answers([row] if kept else [])
             for p, row in zip(lower_rows.tolist(), rows, strict=True)]
 
 
@@ -272,9 +268,8 @@ def lower_terms(questions, logps, lengths, weighing):
     owner = torch.tensor([q for q, answers in enumerate(questions) for _ in answers.rows],
                          dtype=torch.long, device=losses.device)
     counts = torch.bincount(owner, minlength=len(questions)).clamp_min(1)
-    ratio, used, num_clamped = losses.new_tensor(
-        [1.0 if weighing is None else answers.weight for answers in questions
-         for _ in answers.rows]), None, 0
+    weights = [answers.weight if weighing else 1.0 for answers in questions for _ in answers.rows]
+    ratio, used, num_clamped = losses.new_tensor(weights), None, 0
     written = [answers for answers in questions if answers.old_logps is not None]
     if written and weighing is not None:  # generated answers count by r, others by their weight
         new = torch.tensor([answers.old_logps is not None for answers in questions
@@ -406,8 +401,7 @@ def main(argv=None):
         lower_rows = batches.epoch_batch(run.num_rows, args.batch, args.seed, epoch, k)
         upper_rows = batches.cycle(len(run.upper), run.step * args.batch, args.batch, args.seed)
         upper_batch, reference = batches.take(run.upper, upper_rows), run.reference["upper"]
-        lower_batch = step_answers(run.lower, lower_rows, mask, buffer,
-                                   args.refine not in ("generate", "original"))
+        lower_batch = step_answers(run.lower, lower_rows, mask, buffer, args.refine)
         present = torch.tensor([bool(answers.rows) for answers in lower_batch])
         weights = run.selector.weights(lower_rows)
 

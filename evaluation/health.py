@@ -80,12 +80,18 @@ def answer_check(run, values):
     checks = []
     if values.get("refined/answers"):
         rate = values.get("refined/false_replacement")
+        said = (f"on trusted prompts the rule would replace {rate:.1%} of the right answers."
+                if rate is not None else "too few trusted rows to calibrate the recommendation.")
+        if values.get("dropped") is not None:  # accept.py's rule
+            shares = [f"{values[f'gate/{way}_precision']:.0%} ({way})" for way in (
+                "search", "continue", "generate") if values.get(f"accepted/{way}")
+                and values.get(f"gate/{way}_precision") is not None]
+            said = ("of such answers to trusted prompts are right: " + ", ".join(shares) + "."
+                    if shares else "trusted prompts showed no way to right answers.")
         checks.append((
             "info", f"{values['refined/answers']} bottom rows answered anew: "
             f"{values.get('refined/refined', 0)} recommended, "
-            f"{values.get('refined/undecided', 0)} undecided; "
-            + (f"on trusted prompts the rule would replace {rate:.1%} of the right answers."
-               if rate is not None else "too few trusted rows to calibrate the recommendation.")))
+            f"{values.get('refined/undecided', 0)} undecided; {said}"))
     clamped = sum(row.get("ratio_clamped", 0) for row in run.metrics)
     answers = getattr(run.args, "num_answers", None) or 1
     used = sum(row.get("masked_share", 0) for row in run.metrics) * run.args.batch * answers

@@ -125,7 +125,8 @@ def rows_section(run):
     if refined:
         parts.append("<h3>Refined answers beside the originals</h3>")
     parts += [row_card(row, [("prompt", row["prompt"]), ("original", row["response"]),
-                             (f"refined: {RECOMMENDED[row['recommended']]}", row["refined"])])
+                             (f"refined: {RECOMMENDED[row['recommended']]}", row["refined"]),
+                             *([("why", row["why"])] if row.get("why") else [])])
               for row in refined]
     return "".join(parts) + moving_section(moving, texts)
 

@@ -47,7 +47,7 @@ TESTED = {"reason": TEXT, **dict.fromkeys(("surprise", "end", "relevance", "flue
 SHOWN = {"row_id": WHOLE, "hash": TEXT, "prompt": TEXT, "response": TEXT}
 CURATED = RANKING | SHOWN | {"kept": FLAG}
 MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {
-    "refined": TEXT, "recommended": TEXT, "margin": NUMBER, "kind": TEXT}
+    "refined": TEXT, "recommended": TEXT, "margin": NUMBER, "kind": TEXT, "way": TEXT, "why": TEXT}
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
     **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,

@@ -79,11 +79,12 @@ def tolerance(key):
 
 
 def in_glossary(key):
-    """Whether docs/glossary.md has a line for a key, KIND and KEY put in."""
+    """Whether docs/glossary.md has a line for a key, KIND, WAY and KEY put in."""
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     first = " ".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE))
     names = re.findall(r"`([^`\s]+)`", first)
-    patterns = [re.escape(name).replace("KIND", "[a-z]+").replace("KEY", ".+") for name in names]
+    patterns = [re.sub("KIND|WAY", "[a-z]+", re.escape(name)).replace("KEY", ".+")
+                for name in names]
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 

@@ -12,13 +12,15 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, copy_tree, flags, listing, python, read_rows
+from conftest import ROOT, copy_tree, flags, listing, python, read_rows, write_rows
 from test_resume import Killed, last_step
 
+import accept
 import curate
 import models
 import train_online
 from runtime import metrics
+from utils import content_hash
 
 
 def fingerprint(run):
@@ -170,6 +172,132 @@ def test_another_argument_is_refused_by_name(online, files, refused, changes):
     line = refused(lambda: online(paths, **options | changes, resume=True))
     (name,) = changes
     assert f"cannot resume: args {name} was" in line
+
+
+# --- under --refine accept ------------------------------------------------------------------------
+
+@pytest.fixture
+def accepting(monkeypatch, files, tmp_path):
+    """(paths, options) of a run that accepts answers: gates are open, whatever they measured."""
+    measure = accept.open_gates
+
+    def open_gates(*rest):
+        return {way: own | {"threshold": 3.0 if way == "search" else -99.0, "weight": 0.9}
+                for way, own in measure(*rest).items()}
+
+    monkeypatch.setattr(accept, "open_gates", open_gates)
+    paths = files(lower=24, upper=60, longest=2)
+    rows = read_rows(paths["lower"])
+    mask = [{"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
+             "kept": n % 2 > 0} for n, row in enumerate(rows)]
+    return paths, {"mask": write_rows(tmp_path / "mask.jsonl", mask), "refine": "accept",
+                   "batch": 6, "epochs": 4, "lr": 3e-2, "k_gen": 5, "save_every": 3,
+                   "max_new_tokens": 24, "rho_start": 0.3}
+
+
+@pytest.fixture
+def die_in(monkeypatch):
+    """die_in(module, name, number): its call of that number dies; returns the numbers of calls."""
+    undo = []
+
+    def arm(module=None, name=None, number=0, after=False):
+        while undo:
+            monkeypatch.setattr(*undo.pop())
+        calls = []
+        if module is None:
+            return calls
+        whole = getattr(module, name)
+        undo.append((module, name, whole))
+
+        def dying(*args, **options):
+            calls.append(name)
+            if len(calls) == number and not after:
+                raise Killed
+            made = whole(*args, **options)
+            if len(calls) == number:
+                raise Killed
+            return made
+
+        monkeypatch.setattr(module, name, dying)
+        return calls
+    return arm
+
+
+def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
+    """Stopped before and after search.json is written, in each generation of a refresh, after a
+    refresh, between refreshes and in the final pass."""
+    paths, options = accepting
+    calls = die_in(accept, "generate", 0)
+    whole = online(paths, out="whole", **options)
+    assert [step["step"] for step in whole.metrics if "answers" in step] == [0, 5, 10, 15]
+    for key in ("accepted/search", "accepted/generate"):
+        assert sum(step.get(key, 0) for step in whole.metrics) > 3, key
+    assert whole.result["refined/refined"] > 3
+    stops = [(accept, "trial_search", 1), (accept.folder, "write_once", 1),
+             (accept, "generate", 1), (accept, "generate", 4), (metrics, "log_metrics", 2),
+             (accept, "generate", 6), (accept, "accepted_answers", 1), (metrics, "log_metrics", 5),
+             (metrics, "log_metrics", 4), (accept, "rewrite", 1), (models, "save_adapter", 1)]
+    died = 0
+    for number, (module, name, count) in enumerate(stops):
+        die_in(module, name, count, after=name in ("accepted_answers", "log_metrics"))
+        try:
+            online(paths, **options, resume=number > 0)
+        except Killed:
+            died += 1
+    die_in()
+    resumed = online(paths, **options, resume=True)
+    assert died == len(stops) and len(calls) > 8
+    assert_equal(resumed.out, whole.out)
+    assert listing(resumed.out) == listing(whole.out)
+    assert (resumed.out / "search.json").read_bytes() == (whole.out / "search.json").read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["{", '{"found": {}, "gate": null}',
+                                    '{"found": {"x": 1}, "gate": null, "calibrate": null}'])
+def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting, die_in, refused,
+                                                              tmp_path, damage):
+    paths, options = accepting
+    die_in(metrics, "log_metrics", 7)
+    with pytest.raises(Killed):
+        online(paths, **options)
+    die_in()
+    file = tmp_path / "run" / "search.json"
+    before = file.read_bytes()
+    file.write_text(damage)
+    line = refused(lambda: online(paths, **options, resume=True))
+    assert f"{file}: damaged (" in line and line.endswith("or delete it to have it made again")
+    file.unlink()
+    online(paths, **options, resume=True)
+    assert file.read_bytes() == before
+
+
+def test_another_mask_is_not_resumed(online, accepting, die_in, refused):
+    """The same file name, other rows in it: refused, in a line that fits a screen."""
+    paths, options = accepting
+    die_in(metrics, "log_metrics", 3)
+    with pytest.raises(Killed):
+        online(paths, **options)
+    die_in()
+    rows = read_rows(options["mask"])
+    write_rows(options["mask"], [row | {"kept": True} if n == 4 else row
+                                 for n, row in enumerate(rows)])
+    line = refused(lambda: online(paths, **options, resume=True))
+    assert "cannot resume: args masked_rows was" in line and len(line) < 200
+
+
+def test_other_trusted_rows_are_not_resumed(online, accepting, die_in, refused):
+    """Also when the change is in a row that the run does not train on."""
+    paths, options = accepting
+    die_in(metrics, "log_metrics", 3)
+    with pytest.raises(Killed):
+        online(paths, **options)
+    die_in()
+    rows = read_rows(paths["upper"])
+    gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[2]
+    rows[gate[0]]["response"] = "another answer"
+    write_rows(paths["upper"], rows)
+    assert "cannot resume: data upper was" in refused(
+        lambda: online(paths, **options, resume=True))
 
 
 # --- killed for real ------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def spied(monkeypatch):
 
 
 def decide(places, refresh):
-    """{place: (way, weight)} given to a run: one answer accepted, one prefix, the others dropped."""
+    """{place: (way, weight)} given to a run: an accepted answer, a prefix, others dropped."""
     turns = itertools.cycle([("generate", 0.85), ("prefix", 1.0), (None, None)])
     return {p: next(turns) for p in (places if refresh != 1 else places[::-1])}
 

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 
 import batches
 from runtime import metrics, processes
+from toy import corpus
+from utils import content_hash
 
 TOLERANCE = 1e-9  # the issue asks for 1e-5
 
@@ -252,6 +254,31 @@ def test_more_runs_of_two_processes_equal_one(torchrun, options, tmp_path):
         "online dpo": ("train_online", dpo | ONLINE | {"correction": 0.5, "num_answers": 1}),
         "drop": ("train_online", options | ONLINE | {"refine": "drop", "ratio_masked": 0.9,
                                                      "correction": 1.0, "fsdp": True})})
+
+
+@pytest.mark.slow
+def test_two_processes_accept_what_one_accepts(torchrun, tmp_path):
+    """--refine accept on toy rows, of which a third have each other's answers: the trials, what is
+    found and the gates; the base weights whole and split."""
+    rows = corpus.make_rows(num_lower=36, num_upper=80, num_heldout=11, noise=0)
+    for n in range(0, 12, 2):
+        one, two = rows["lower"][n:n + 2]
+        one["response"], two["response"] = two["response"], one["response"]
+    mask = [{"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
+             "kept": n >= 12} for n, row in enumerate(rows["lower"])]
+    given = {"lower": write_rows(tmp_path / "lower.jsonl", rows["lower"]),
+             "upper": write_rows(tmp_path / "upper.jsonl", rows["upper"]),
+             "upper_heldout": write_rows(tmp_path / "held.jsonl", rows["heldout"]),
+             "mask": write_rows(tmp_path / "mask.jsonl", mask), "model": ROOT / "toy" / "model",
+             "cache_dir": tmp_path / "cache", "dtype": "float64", "batch": 7, "epochs": 1,
+             "refine": "accept", "max_new_tokens": 24, "k_gen": 3}
+    compare_runs(torchrun, tmp_path, {"whole": ("train_online", given),
+                                      "sharded": ("train_online", given | {"fsdp": True})})
+    found = [json.loads((tmp_path / f"{name}-whole" / "search.json").read_text())
+             for name in ("one", "two")]
+    assert_close(*found, "search.json", TOLERANCE)
+    result = json.loads((tmp_path / "two-whole" / "result.json").read_text())
+    assert result["accepted/search"] > 3 and result["gate/search_precision"] > 0.8
 
 
 @pytest.mark.slow
