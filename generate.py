@@ -145,14 +145,22 @@ def _generator(seed):
 
 @contextlib.contextmanager
 def _own_generation_config(model, config):
-    """The model's generation_config out of the way: transformers fills unset values from it."""
+    """The model's generation_config out of the way: transformers fills unset values from it.
+
+    And evaluation mode, and a head that reads contiguous hidden states.
+    """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, causal_lm.generation_config = causal_lm.generation_config, config
+    # Of the prompts' hidden states only the last is wanted, a view with gaps: torch would copy the
+    # whole head once a row to multiply it.
+    hook = causal_lm.get_output_embeddings().register_forward_pre_hook(
+        lambda head, inputs: (inputs[0].contiguous(),))
     training = model.training
     model.eval()
     try:
         yield
     finally:
+        hook.remove()
         causal_lm.generation_config = before
         model.train(training)
 

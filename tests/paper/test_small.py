@@ -5,6 +5,7 @@ import sys
 import types
 import zipfile
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT, copy_tree, listing, make_rows, read_rows, write_rows
@@ -59,6 +60,33 @@ def test_the_whole_run(here, folders, capfd):
     assert report.exists() and (here / "runs/text/result.json").read_bytes() == before
     main([*words, "--list"])
     assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_rates_are_of_decoding_steps(ends_at_once, folders, monkeypatch):
+    """Seconds that a longer call takes more, also when its answers end; all of them when it ends
+    at once. The clock is a counter: a prompt takes 10, a token 2."""
+    model = models.add_lora(models.load_model(str(folders["llama"]), torch.device("cpu")))
+    tokenizer = models.load_tokenizer(str(folders["llama"]))
+    clock = [0.0]
+
+    def written(_, prompts, seeds, max_new_tokens, **__):
+        count = 1 if ends_at_once else max_new_tokens
+        clock[0] += 10 + 2 * count
+        return [([5] * (count if place == 0 else 1), False) for place in range(len(prompts))]
+
+    def packed(*_):
+        clock[0] += 4
+        return torch.zeros(3, requires_grad=True), torch.ones(3)
+
+    monkeypatch.setattr(small, "generate", written)
+    monkeypatch.setattr(small, "sequence_logprobs", packed)
+    monkeypatch.setattr(small.time, "perf_counter", lambda: clock[0])
+    rows = datasets.Dataset.from_list([{"input_ids": [3, 4, 5], "trained": [0, 1, 1]}] * 30)
+    run = types.SimpleNamespace(lower=rows, num_rows=30, device="cpu", tokenizer=tokenizer)
+    rates = small.measure_rates(model, run)
+    assert rates["forward"] == rates["step"] == 16 * 3 / 4
+    assert rates["answer"] == (1 / 12 if ends_at_once else 16 / 32)
 
 
 @pytest.fixture
