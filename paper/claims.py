@@ -62,7 +62,7 @@ def cell_of(files, first, than, metric):
         file = Path("results") / f"{name}.json"
         results = json.loads(file.read_text())["results"] if file.exists() else {}
         if {first, than} <= set(results):
-            return interval(differences(results[first], results[than], metric))
+            return t_interval(differences(results[first], results[than], metric))
     return "not run"
 
 
@@ -75,7 +75,7 @@ def differences(first, than, metric):
     return [sign * (a[metric] - b[metric]) for a, b in zip(first, than, strict=False)]
 
 
-def interval(values):
+def t_interval(values):
     """"mean ± half of the 95 % interval", bold when all of it is as claimed, in italics when
     none of it is."""
     mean = statistics.fmean(values)

@@ -25,13 +25,13 @@ def losses(*values, key="upper_heldout"):
 
 def test_an_interval_is_students_t():
     """Against scipy's t: mean 2, n = 4, sd 1.29099, half width 3.1824 x sd / 2 = 2.054."""
-    assert claims.interval([0.5, 1.5, 2.5, 3.5]) == "+2.0 ± 2.1"
-    assert claims.interval([-0.1, -0.2]) == "-0.150 ± 0.635"
-    assert claims.interval([0.1, 0.1, 0.1, 0.2]) == "*+0.125 ± 0.080*"
-    assert claims.interval([-0.1, -0.1, -0.1, -0.2]) == "**-0.125 ± 0.080**"
-    assert claims.interval([-0.1]) == "-0.100, one seed"
+    assert claims.t_interval([0.5, 1.5, 2.5, 3.5]) == "+2.0 ± 2.1"
+    assert claims.t_interval([-0.1, -0.2]) == "-0.150 ± 0.635"
+    assert claims.t_interval([0.1, 0.1, 0.1, 0.2]) == "*+0.125 ± 0.080*"
+    assert claims.t_interval([-0.1, -0.1, -0.1, -0.2]) == "**-0.125 ± 0.080**"
+    assert claims.t_interval([-0.1]) == "-0.100, one seed"
     many = [0.0, 1.0] * 20  # beyond the table its last entry, which is wider
-    assert claims.interval(many) == f"*+0.500 ± {2.228 * statistics.stdev(many) / 40**0.5:.3f}*"
+    assert claims.t_interval(many) == f"*+0.500 ± {2.228 * statistics.stdev(many) / 40**0.5:.3f}*"
 
 
 def test_which_runs_make_a_cell(stored):
