@@ -36,7 +36,7 @@ FOLDER = Path(".cache/models/smollm2-135m-instruct")
 ROWS = 400
 # One short epoch: rho starts where the lower level counts half, and the mask waits for the weights.
 SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
-            "--batch 16 --micro-batch 16 --rho-start 0.5 --mask dynamic --center "
+            "--batch 16 --micro-batch 8 --rho-start 0.5 --mask dynamic --center "
             "--max-new-tokens 96 --save-every 5")
 TIMED_ROWS, TIMED_ANSWERS = 16, 40  # at a time when rates are measured, as in the run itself
 
