@@ -126,15 +126,16 @@ def work_of(run):
     per_row = (lower + upper) / (run.num_rows + len(run.upper))
     trusted = upper * min(1.0, ranking.TRUSTED / len(run.upper))
     read = run.num_rows * upper / len(run.upper)  # the upper level's share of the steps
-    masked = round(args.ratio_masked * run.num_rows)
-    answers = [masked // 2, masked, len(run.levels.upper_heldout)]  # refresh, refined, calibration
+    # The curated set's rows and the calibration: in one epoch the weights mask rows that were read,
+    # so no masked row is answered during training.
+    answers = [round(args.ratio_masked * run.num_rows), len(run.levels.upper_heldout)]
     return {
         # theta descends both levels, theta_hat the lower.
         "step": args.epochs * (hat * lower + read),
         # Row tests (two forwards, and faults made of some rows), omega's losses and the final ones
         # of both adapters, held-out losses and exact answers before and after, scores of answers.
         "forward": 2 * (lower + trusted) + 2 * min(run.num_rows, ranking.FAULTS) * per_row
-        + (args.epochs + 1) * hat * lower + 4 * held_out + 4 * sum(answers[1:]) * per_row,
+        + (args.epochs + 1) * hat * lower + 4 * held_out + 4 * sum(answers) * per_row,
         "answer": sum(math.ceil(count / 64) for count in answers) * args.max_new_tokens}
 
 

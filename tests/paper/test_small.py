@@ -10,6 +10,9 @@ import pytest
 import torch
 from conftest import ROOT, copy_tree, listing, make_rows, read_rows, write_rows
 
+import batches
+import curate
+import logprobs
 import models
 from paper import small
 from paper.__main__ import main
@@ -60,6 +63,36 @@ def test_the_whole_run(here, folders, capfd):
     assert report.exists() and (here / "runs/text/result.json").read_bytes() == before
     main([*words, "--list"])
     assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
+
+
+def test_the_work_is_what_the_run_does(here, folders, monkeypatch):
+    """Tokens of all steps, forwards and decoding of a run against what is multiplied by rates."""
+    copy_tree(folders["llama"], here / small.FOLDER)
+    write_rows("noisy.jsonl", make_rows(60, seed=1))
+    write_rows("trusted.jsonl", make_rows(200, seed=2))  # 20 held out: too few to calibrate on
+    done, plans = {"step": 0, "forward": 0, "answer": 0}, []
+    packed, written = logprobs.packed_forward, curate.generate
+
+    def counted(model, batch):
+        done["step" if torch.is_grad_enabled() else "forward"] += batch["input_ids"].numel()
+        return packed(model, batch)
+
+    def decoded(*args, **options):
+        done["answer"] += options["max_new_tokens"]
+        return written(*args, **options)
+
+    monkeypatch.setattr(logprobs, "packed_forward", counted)
+    monkeypatch.setattr(batches, "packed_forward", counted)
+    monkeypatch.setattr(curate, "generate", decoded)
+    monkeypatch.setattr(small, "print_minutes", lambda run: (plans.append(small.work_of(run)),
+                                                             done.update(step=0, forward=0)))
+    small_words = ["small", "--lower", "noisy.jsonl", "--upper", "trusted.jsonl", "--train",
+                   "--max-new-tokens 6 --max-length 64 --upper-limit 200"]
+    main(small_words)
+    for name, work in plans[0].items():
+        if name != "answer":
+            assert work == pytest.approx(done[name], rel=0.25), name
+    assert done["answer"] in (plans[0]["answer"], plans[0]["answer"] / 2)
 
 
 @pytest.mark.parametrize("ends_at_once", [False, True])
