@@ -148,11 +148,15 @@ def _own_generation_config(model, config):
     """The model's generation_config out of the way: transformers fills unset values from it."""
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     before, causal_lm.generation_config = causal_lm.generation_config, config
+    # The prompts' last hidden states are a view with gaps: torch would copy the head once a row.
+    hook = causal_lm.get_output_embeddings().register_forward_pre_hook(
+        lambda head, inputs: (inputs[0].contiguous(),))
     training = model.training
     model.eval()
     try:
         yield
     finally:
+        hook.remove()
         causal_lm.generation_config = before
         model.train(training)
 

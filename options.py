@@ -8,20 +8,21 @@ from selector import penalty
 from toy import corpus
 from utils import UserError
 
+RECIPES = ".cache/recipes"  # where `python -m paper.recipes` writes the paper's data sets
 # Published values (section 5, appendix D) and nothing else; what the paper leaves out is a default.
 PAPER = {"lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "batch": 32, "micro_batch": 8, "epochs": 3,
          "rho_start": 0.1, "rho_step": 0.1, "omega_lr": 1e-4, "omega_optimizer": "adam",
          "omega_loss": "next", "gradient_checkpointing": True, "correction": 0.0}
 PRESETS = {
     "pythia-1b-quality": PAPER | {
-        "model": "EleutherAI/pythia-1b", "lower": "alpaca-cleaned", "lower_limit": 9600,
-        "upper": "openorca"},
+        "model": "EleutherAI/pythia-1b", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
+        "lower_limit": 9600, "upper": f"{RECIPES}/openorca.jsonl"},
     "llama3-8b-quality": PAPER | {
-        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": "alpaca-cleaned",
-        "lower_limit": 56000, "upper": "openorca"},
+        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
+        "lower_limit": 56000, "upper": f"{RECIPES}/openorca.jsonl"},
     "llama3-8b-safety": PAPER | {
-        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": "redorca",
-        "lower_limit": 56000, "upper": "blueorca"},
+        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": f"{RECIPES}/redorca.jsonl",
+        "lower_limit": 56000, "upper": f"{RECIPES}/blueorca.jsonl"},
     # A tiny model, and hundreds of steps where the paper's takes thousands. Its rows can be fitted
     # to a loss near zero, so the paper's Assumption 1 holds: no correction.
     "toy": {"model": str(corpus.MODEL), "lr": 1e-3, "omega_lr": 30.0, "micro_batch": 32,

@@ -20,8 +20,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
     permutations are seeded in between, so the others would be overwritten unread.
-12. The dynamic mask is the bottom R of the weights at each refresh. At the first step all weights
-    are equal and it is a random one.
+12. The dynamic mask is the bottom R of the weights at each refresh; at the first step a random one.
 13. theta_hat of `--correction` descends the lower loss with r = 1; answers' weights are theta's.
 14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
     the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
@@ -102,8 +101,7 @@ def parse_args(argv=None):
     if args.turns != "last":
         raise UserError("--turns all: an online run rewrites one answer a row; use --turns last")
     if args.skip_scores:
-        raise UserError("--skip-scores: omega judges the new answers of masked rows, so their "
-                        "originals can only be ranked by the scores; leave it out")
+        raise UserError("--skip-scores: only they rank the originals of masked rows; leave it out")
     return args
 
 
@@ -118,8 +116,7 @@ def check_refreshes(args, run):
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     if num_masked == 0:
-        raise UserError(f"--mask {args.mask} --ratio-masked {args.ratio_masked}: masks none of "
-                        f"{run.num_rows} rows")
+        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
@@ -133,9 +130,8 @@ def check_refreshes(args, run):
               f"{run.total_steps}")
     if args.refine == "generate":
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
-        print(f"generation: R {args.ratio_masked} x {run.num_rows} rows = {num_masked} masked; a "
-              f"refresh every {args.k_gen} steps answers about {round(num_masked * read)} of them "
-              f"{args.num_answers} times")
+        print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "
+              f"about {round(num_masked * read)} of them {args.num_answers} times")
     curate.check_room(run.lower, args.max_new_tokens, run.context)  # the curated set is written
     return mask_is_ranked
 

@@ -2,6 +2,8 @@
 
     python -m benchmarks logprob     head and log-probs against the obvious way and other libraries
     python -m benchmarks step        a training step: BDS, online, plain SFT, two padded forwards
+    python -m benchmarks floor       a forward and a LoRA step against their bare matrix products
+    python -m benchmarks accuracy    log-probs of a bfloat16 base against float32
     python -m benchmarks generate    answers a second, and what folding, sorting and batching buy
     python -m benchmarks selector    omega's step at 10^4 to 10^8 rows, against its optimiser
     python -m benchmarks data        tokenising, start-up, ranking, memory at 10^5 to 10^7 rows
@@ -25,6 +27,8 @@ from utils import UserError
 COMMANDS = {
     "logprob": ("logprob", "bench_logprob", 9, "head and log-probs"),
     "step": ("step", "bench_step", 7, "a training step"),
+    "floor": ("floor", "bench_floor", 5, "a forward and a step against their matrix products"),
+    "accuracy": ("accuracy", "bench_accuracy", None, "log-probs in bfloat16 against float32"),
     "generate": ("generation", "bench_generate", 3, "answers a second"),
     "selector": ("selector", "bench_selector", 5, "omega's step"),
     "data": ("data", "bench_data", 3, "rows without a model"),
@@ -32,7 +36,7 @@ COMMANDS = {
     "gpu": ("gpu", "bench_gpu", None, "everything that needs a GPU, in calls of minutes"),
 }
 COUNTS = ("rounds", "micro_batch", "batch", "prompts", "max_new_tokens", "generation_batch",
-          "lower_tokens", "upper_tokens", "vocabulary")
+          "lower_tokens", "upper_tokens", "vocabulary", "max_length", "rows")
 
 
 def add_model(add, name):
@@ -42,7 +46,7 @@ def add_model(add, name):
     add("--lower-tokens", type=int, default=160, help="mean length of random lower rows")
     add("--upper-tokens", type=int, default=400, help="mean length of random upper rows")
     add("--gradient-checkpointing", action="store_true")
-    if name in ("step", "generate"):
+    if name in ("step", "floor", "generate"):
         add("--lower", help="rows of the noisy level, as in train_offline.py")
         add("--upper", help="rows of the trusted level")
         add("--vocabulary", type=int, help="random weights of the model's shape with so many "
@@ -51,6 +55,10 @@ def add_model(add, name):
         add("--micro-batch", type=int, default=8, help="rows of each level a forward (8)")
     if name == "step":
         add("--batch", type=int, help="rows of each level a step (CUDA: 32, CPU: 8)")
+    if name == "floor":
+        add("--batch", type=int, default=8, help="rows of each level (8)")
+        add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+            help="of the base, as in train_offline.py")
     if name in ("generate", "table2"):
         add("--max-new-tokens", type=int, default=64 if name == "generate" else 512)
         add("--generation-batch", type=int, default=64, help="answers at a time (64)")
@@ -79,7 +87,13 @@ def parse_args(argv):
             add_gpu(add)
             continue
         add("--json", help="save settings and results here")
-        add("--rounds", type=int, default=rounds, help="timed calls of every variant")
+        if name == "accuracy":
+            add("--model", help="folder, GGUF file or hub name")
+            add("--lower", help="rows, as in train_offline.py")
+            add("--rows", type=int, default=100, help="a random subset of so many rows (100)")
+            add("--cache-dir", default=".cache", help="tokenised rows live here")
+        else:
+            add("--rounds", type=int, default=rounds, help="timed calls of every variant")
         if name != "data":
             add("--device", default="auto", help="auto, cpu, cuda")
         if name == "logprob":
@@ -90,7 +104,9 @@ def parse_args(argv):
         if name == "data":
             add("--folder", help="where the generated rows go (default: the system's; 10^7 rows "
                                  "need about 6 GB)")
-        if name in ("step", "generate", "table2"):
+        if name in ("floor", "accuracy"):
+            add("--max-length", type=int, default=2048, help="tokens a row (2048)")
+        if name in ("step", "floor", "generate", "table2"):
             add_model(add, name)
     return parser.parse_args(argv)
 

@@ -89,24 +89,27 @@ def random_rows(count, mean, vocabulary, seed):
 
 
 def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=False,
-               four_bit=False):
+               four_bit=False, dtype="auto"):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level.
 
-    lower_tokens, upper_tokens: mean lengths.
+    lower_tokens, upper_tokens: mean lengths. dtype: auto is bfloat16 on CUDA, else float32.
     """
     config = shape_config(name)
     lower, upper = (random_rows(count, mean, config.vocab_size, seed)
                     for seed, mean in enumerate((lower_tokens, upper_tokens)))
-    base = shaped_model(config, device, default_dtype(device))
+    base = shaped_model(config, device, default_dtype(device) if dtype == "auto" else
+                        getattr(torch, dtype))
     if four_bit:
         base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_files(lower, upper, source, device, count, vocabulary=None, checkpointing=False):
+def load_files(lower, upper, source, device, count, vocabulary=None, checkpointing=False,
+               dtype="auto", max_length=2048):
     """The same from row files and a model's folder or hub name; all three None: the toy.
 
-    vocabulary: random weights of the model's shape with so many tokens in the head.
+    vocabulary: random weights of the model's shape with so many tokens in the head. dtype: as
+    `models.load_model` takes it.
     """
     source = source or str(corpus.MODEL)
     tokenizer, config = models.load_tokenizer(source), models.load_config(source)
@@ -114,7 +117,7 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
         if lower is None:
             made = corpus.write(folder)
             lower, upper = made["lower"], made["upper"]
-        length = min(2048, config.max_position_embeddings)
+        length = min(max_length, config.max_position_embeddings)
         levels = [[dict(row) for row in batches.tokens_only(tokens.load_rows(
             str(file), tokenizer, name=name, limit=count, max_length=length, cache_dir=folder)[0])]
             for name, file in (("lower", lower), ("upper", upper))]
@@ -125,18 +128,19 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
         config.vocab_size = vocabulary
         base = shaped_model(config, device, default_dtype(device))
     else:
-        base = models.load_model(source, device)
+        base = models.load_model(source, device, dtype)
     lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in levels)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
 def load(args, device, count):
     """(model with LoRA, lower rows, upper rows) of a benchmark's command line."""
+    dtype = getattr(args, "dtype", "auto")
     if args.model in SHAPES:
         return load_shape(args.model, device, count, args.lower_tokens, args.upper_tokens,
-                          args.gradient_checkpointing)
+                          args.gradient_checkpointing, dtype=dtype)
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
         raise UserError("--lower, --upper and --model belong together; or give --model one of "
                         + ", ".join(SHAPES) + ", or none of them for the embedded toy")
     return load_files(args.lower, args.upper, args.model, device, count, args.vocabulary,
-                      args.gradient_checkpointing)
+                      args.gradient_checkpointing, dtype, getattr(args, "max_length", 2048))

@@ -13,7 +13,6 @@ import pyarrow.compute
 import torch
 
 from batches import TOKEN_COLUMNS, permutation
-from data import recipes
 from data.tokens import load_rows
 from runtime.processes import first_goes_first
 from toy import corpus
@@ -42,10 +41,10 @@ def load_levels(args, tokenizer, context_length):
             level = name.split("_")[0]  # held-out rows are read the way their level is
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
-                recipes.resolve(source, args.cache_dir), tokenizer, name=name,
-                columns=getattr(args, f"{level}_columns"), template=args.template,
-                turns=args.turns, max_length=args.max_length, seed=args.seed,
-                limit=getattr(args, f"{name}_limit", None), cache_dir=args.cache_dir)
+                source, tokenizer, name=name, columns=getattr(args, f"{level}_columns"),
+                template=args.template, turns=args.turns, max_length=args.max_length,
+                seed=args.seed, limit=getattr(args, f"{name}_limit", None),
+                cache_dir=args.cache_dir)
             check_lengths(levels[name], context_length, name)
         if levels["upper"] is not None and levels["upper_heldout"] is None:
             levels["upper"], levels["upper_heldout"] = split_held_out(

@@ -40,7 +40,8 @@ def find_parts(source):
             and not str(source).startswith("."):
         return [_load_hub(str(source), split or "train")]
     raise UserError(f"{source}: no such file or folder (a hub data set reads owner/name, "
-                    "owner/name:config or owner/name:config@split)")
+                    "owner/name:config or owner/name:config@split; `python -m paper.recipes` "
+                    "makes the paper's)")
 
 
 def path_exists(path):

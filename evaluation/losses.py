@@ -14,7 +14,7 @@ import models
 import options
 import utils
 from batches import mean_losses, row_losses
-from data import recipes, sets, tokens
+from data import sets, tokens
 from data.layouts import conversation
 from evaluation.runs import (
     Run,
@@ -123,8 +123,8 @@ def sets_of(run, args, tokenizer, context, rows=None):
     """
     if rows:
         parts = {"rows": tokens.load_rows(
-            recipes.resolve(rows, args.cache_dir), tokenizer, template=args.template,
-            turns=args.turns, max_length=args.max_length, cache_dir=args.cache_dir)[0]}
+            rows, tokenizer, template=args.template, turns=args.turns, max_length=args.max_length,
+            cache_dir=args.cache_dir)[0]}
         sets.check_lengths(parts["rows"], context, str(rows))
         return parts
     levels = sets.load_levels(args, tokenizer, context)

@@ -18,33 +18,37 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from evaluation.runs import read_result
+from options import RECIPES
+from paper.recipes import build_missing
 from paper.running import run_all, slug
 from toy import corpus
 from utils import UserError
 
+LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 # Arguments of all commands, of training, of online training, and of ranking without training.
 SCALES = {
     # The toy is over in 225 steps, so K_gen is smaller than the paper's 500; answers are short.
     "toy": {"data": "", "train": "", "online": "--k-gen 25 --max-new-tokens 16", "select": ""},
     "small": {"data": "--model HuggingFaceTB/SmolLM2-135M --lower tatsu-lab/alpaca --lower-limit "
-                      "2000 --upper openorca --upper-limit 1000 --max-length 512",
+                      f"2000 --upper {RECIPES}/openorca.jsonl --upper-limit 1000 --max-length 512",
               "train": "--lr 1e-3 --correction 0", "online": "--k-gen 25 --max-new-tokens 48",
               "select": "--lora-rank 16 --lora-alpha 16"},
-    "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower alpaca-cleaned "
-                      "--lower-limit 56000 --upper openorca",
+    "paper": {"data": f"--model {LLAMA} --lower {RECIPES}/alpaca-cleaned.jsonl --lower-limit 56000 "
+                      f"--upper {RECIPES}/openorca.jsonl",
               "train": "--preset llama3-8b-quality", "online": "", "select": ""},
 }
 # What the safety tables change. `toy_rows`: arguments of `python -m toy write`; a fifth of the
 # lower rows is bad, as a fifth of the paper's is red.
 SAFETY = {
     "table3": {"toy": {"toy_rows": "--noise 0.2 --contrary 1"},
-               "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower redorca "
-                                 "--lower-limit 56000 --upper blueorca",
+               "paper": {"data": f"--model {LLAMA} --lower {RECIPES}/redorca.jsonl --lower-limit "
+                                 f"56000 --upper {RECIPES}/blueorca.jsonl",
                          "train": "--preset llama3-8b-safety"}},
     "table3-dpo": {"toy": {"toy_rows": "--noise 0.2 --contrary 1 --upper pairs",
                            "data": "--upper-loss dpo"},
-                   "paper": {"data": "--model meta-llama/Meta-Llama-3-8B-Instruct --lower redorca "
-                                     "--lower-limit 56000 --upper rm-hh-rlhf --upper-loss dpo",
+                   "paper": {"data": f"--model {LLAMA} --lower {RECIPES}/redorca.jsonl "
+                                     f"--lower-limit 56000 --upper {RECIPES}/rm-hh-rlhf.jsonl "
+                                     "--upper-loss dpo",
                              "train": "--preset llama3-8b-safety"}},
 }
 OFF, ON = "train_offline.py", "train_online.py"
@@ -84,7 +88,8 @@ def setting(args, target="table1"):
         return scale | given
     if target in SAFETY and args.scale == "small":
         raise UserError(f"{target} --scale small: name the rows, such as --data '--model NAME "
-                        "--lower redorca --lower-limit 2000 --upper blueorca'")
+                        f"--lower {RECIPES}/redorca.jsonl --lower-limit 2000 --upper "
+                        f"{RECIPES}/blueorca.jsonl'")
     return scale | given
 
 
@@ -157,6 +162,7 @@ def execute(args, methods, folder, scale=None, also_rank=(), toy_rows=None):
         if not torch.cuda.is_available():
             raise UserError("--scale paper: no GPU here; --list prints the commands for another "
                             "machine")
+    build_missing(words_of(scale["data"]))
     for rows, (seed, text) in plan.toy_rows.items():
         write_toy_rows(rows, seed, text)
     run_all(plan.commands, args.workers)

@@ -47,7 +47,7 @@ NOISES = (0.4, 0.6, 0.8)
 # Late: by then the toy's weights have sunk and its guided model is right more often than not.
 TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
 TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
-SPOILT, CUT = 0.7, 1 / 4  # share of bad rows, and of cut ones among them
+SPOILT, CUT = 0.5, 1 / 4  # share of bad rows, and of cut ones among them
 TRUSTED, HELD_OUT = 400, 150  # trusted rows in all; rows of each kind that are held out
 TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
 MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",

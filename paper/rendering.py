@@ -3,8 +3,9 @@
     <!-- begin toy_table1 upper_heldout "lower_heldout=clean rows" published claims -->
     <!-- end toy_table1 -->
 
-The first word is a file of results/ without its .json, or `claims`: all claims at a glance. Behind
-it, in any order, words as a shell splits them:
+The first word is a file of results/ without its .json, or `claims`: all claims at a glance, or
+`seen`: the paper's claims with their intervals at each scale (claims.py). Behind it, in any order,
+words as a shell splits them:
 
     KEY, "KEY=HEADING"   a column, in this order, under another heading; without one: all columns
     "only=A; B"          the rows, and claims, that begin with A or with B
@@ -20,6 +21,7 @@ import shlex
 from pathlib import Path
 
 import utils
+from paper.claims import claims_by_scale
 from paper.results import LOSSES, RANKS, read_stored
 from paper.statistics import CLAIM_COLUMNS, by_chance, summary_rows
 from utils import UserError
@@ -53,6 +55,8 @@ def filled(text, path):
             raise UserError(f"{place}: not words of a command line ({error})") from None
         if name == "claims":
             body = claims_at_a_glance(place)
+        elif name == "seen":
+            body = "\n".join(markdown_lines(*claims_by_scale(), place))
         else:
             body = rendered(read_stored(name, path), words, place)
         return f"<!-- begin {match['words']} -->\n{body}\n<!-- end {name} -->"

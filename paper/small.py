@@ -7,6 +7,7 @@ trusted rows 100 more, since a tenth is held out and refined answers are judged 
 """
 
 import hashlib
+import math
 import shlex
 import subprocess
 import sys
@@ -35,8 +36,9 @@ FOLDER = Path(".cache/models/smollm2-135m-instruct")
 ROWS = 400
 # One short epoch: rho starts where the lower level counts half, and the mask waits for the weights.
 SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
-            "--batch 16 --micro-batch 16 --rho-start 0.5 --mask dynamic --center "
+            "--batch 16 --micro-batch 8 --rho-start 0.5 --mask dynamic --center "
             "--max-new-tokens 96 --save-every 5")
+TIMED_ROWS, TIMED_ANSWERS = 16, 40  # at a time when rates are measured, as in the run itself
 
 
 def small(args):
@@ -108,34 +110,43 @@ def print_minutes(run):
     """Minutes of the run on this machine, from forwards, steps and answers timed here and now."""
     args = run.args
     base = models.load_model(args.model, run.device, args.dtype)
-    model = models.add_lora(base, args.lora_rank, args.lora_alpha)
-    rates = measure_rates(model, run)
-    mean = {name: batches.count_tokens(rows := getattr(run, name)) / len(rows)
-            for name in ("lower", "upper")}
-    lower = run.num_rows * mean["lower"]
-    held_out = batches.count_tokens(run.levels.upper_heldout)
-    trusted = min(len(run.upper), ranking.TRUSTED)
-    hat = bool(args.correction)
-    # theta's step on both levels and omega's forward; theta_hat's step and forward; then the row
-    # tests (two forwards), the final losses of every row, and the held-out rows before and after.
-    steps = run.num_rows * (mean["lower"] + mean["upper"]) + hat * lower
-    forwards = (1 + hat) * lower + 2 * (lower + trusted * mean["upper"]) + (1 + hat) * lower \
-        + 2 * held_out
-    masked = round(args.ratio_masked * run.num_rows)
-    answers = masked / 2 + masked + len(run.levels.upper_heldout)
-    forwards += answers * (mean["lower"] + mean["upper"])  # their prompts, and scores of both texts
-    seconds = (args.epochs * steps / rates["step"] + forwards / rates["forward"]
-               + answers * args.max_new_tokens / rates["answer"])
+    rates = measure_rates(models.add_lora(base, args.lora_rank, args.lora_alpha), run)
+    seconds = sum(amount / rates[name] for name, amount in work_of(run).items())
     print(f"measured here: forward {rates['forward']:.0f}, LoRA step {rates['step']:.0f}, "
-          f"generation {rates['answer']:.0f} tokens/s ({torch.get_num_threads()} threads, "
-          f"{str(model.dtype).removeprefix('torch.')})")
+          f"generation {rates['answer'] * min(TIMED_ANSWERS, run.num_rows):.0f} tokens/s "
+          f"({torch.get_num_threads()} threads, {str(base.dtype).removeprefix('torch.')})")
     print(f"about {max(1, round(seconds / 60))} minutes", flush=True)
 
 
+def work_of(run):
+    """{"forward", "step": tokens, "answer": tokens one after another} of the whole run."""
+    args, hat = run.args, 1 + bool(run.args.correction)
+    lower, upper = batches.count_tokens(run.lower), batches.count_tokens(run.upper)
+    held_out = batches.count_tokens(run.levels.upper_heldout)
+    per_row = (lower + upper) / (run.num_rows + len(run.upper))
+    trusted = upper * min(1.0, ranking.TRUSTED / len(run.upper))
+    read = run.num_rows * upper / len(run.upper)  # the upper level's share of the steps
+    # The curated set's rows and the calibration: in one epoch the weights mask rows that were read,
+    # so no masked row is answered during training.
+    answers = [round(args.ratio_masked * run.num_rows), len(run.levels.upper_heldout)]
+    return {
+        # theta descends both levels, theta_hat the lower.
+        "step": args.epochs * (hat * lower + read),
+        # Row tests (two forwards, and faults made of some rows), omega's losses and the final ones
+        # of both adapters, held-out losses and exact answers before and after, scores of answers.
+        "forward": 2 * (lower + trusted) + 2 * min(run.num_rows, ranking.FAULTS) * per_row
+        + (args.epochs + 1) * hat * lower + 4 * held_out + 4 * sum(answers) * per_row,
+        "answer": sum(math.ceil(count / 64) for count in answers) * args.max_new_tokens}
+
+
 def measure_rates(model, run):
-    """{"forward", "step", "answer": tokens/s} of 16 lower rows; the first of two calls warms up."""
-    rows = batches.take(run.lower, list(range(min(16, run.num_rows))))
-    batch = batches.pack(batches.sequences(rows), run.device)
+    """Tokens/s of {"forward", "step"} over packed lower rows, and of {"answer"} one after another.
+
+    The faster of two calls counts. Answers are timed by the decoding steps of a longer call that a
+    shorter one does not have, so prompts do not count, nor does it matter how many answers end.
+    """
+    rows = batches.take(run.lower, list(range(min(TIMED_ANSWERS, run.num_rows))))
+    batch = batches.pack(batches.sequences(rows[:TIMED_ROWS]), run.device)
     theta = [p for p in model.parameters() if p.requires_grad]
     prompts = [batches.prompt_of(row) for row in rows]
     optimizer = torch.optim.Adam(theta, lr=0.0)
@@ -155,7 +166,7 @@ def measure_rates(model, run):
         written = generate(model, prompts, [str(i) for i in range(len(prompts))],
                            max_new_tokens=new_tokens, temperature=0.8,
                            end_ids={run.tokenizer.eos_token_id})
-        return sum(len(tokens) for tokens, _ in written)
+        return max(len(tokens) for tokens, _ in written)
 
     def timed(call):
         started = time.perf_counter()
@@ -163,9 +174,10 @@ def measure_rates(model, run):
 
     rates = {}
     for name, call in (("forward", forward), ("step", step)):
-        call()
-        tokens, seconds = timed(call)
-        rates[name] = tokens / seconds
-    few, many = timed(lambda: answer(4)), timed(lambda: answer(20))  # less what the prompts cost
-    rates["answer"] = max(1, many[0] - few[0]) / max(1e-3, many[1] - few[1])
+        call()  # warms up
+        rates[name] = max(tokens / seconds for tokens, seconds in (timed(call), timed(call)))
+    few, many = timed(lambda: answer(4)), timed(lambda: answer(20))
+    if many[0] <= few[0] or many[1] <= few[1]:  # they all end at once: the prompts then count, too
+        few = 0, 0.0
+    rates["answer"] = (many[0] - few[0]) / (many[1] - few[1])
     return rates

@@ -12,7 +12,10 @@ import torch
 from conftest import copy_tree, make_adapter, make_llama, make_tokenizer
 from safetensors.torch import load_file, save_file
 
+import batches
 import models
+from data.tokens import load_rows
+from logprobs import token_logps
 from runtime.folder import fingerprint
 
 
@@ -67,6 +70,37 @@ def test_a_matching_adapter_is_loaded_bit_for_bit(folders, adapters):
         if "lora_" in name:
             assert torch.equal(parameter, saved.pop(name.replace(".default.", ".")))
     assert not saved
+
+
+@pytest.mark.parametrize("name", ["llama", "neox"])
+def test_a_trained_adapter_is_plain_pefts(train, files, folders, name):
+    """`PeftModel` on the same base: every token's log-prob, float32, and not the base model's."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    paths = files(lower=9, upper=6)
+    run = train(paths, model=folders[name], batch=4, epochs=2, lr=1e-2)
+    rows = batches.take(load_rows(str(paths["lower"]), models.load_tokenizer(folders[name]),
+                                  cache_dir=run.out)[0], range(9))
+    ours = models.add_lora(models.load_model(str(folders[name]), torch.device("cpu"), "float32"),
+                           adapter=str(run.out / "adapter"))
+    found, _ = token_logps(ours, batches.pack(rows))
+    base = AutoModelForCausalLM.from_pretrained(folders[name])
+    plain = plain_logps(base, rows)
+    theirs = plain_logps(peft.PeftModel.from_pretrained(base, run.out / "adapter"), rows)
+    assert torch.allclose(found, theirs, atol=1e-4, rtol=0)
+    assert (theirs - plain).abs().max() > 0.1
+
+
+@torch.no_grad()
+def plain_logps(model, rows):
+    """log p of every trained token, each row by itself, by transformers alone."""
+    found = []
+    for row in rows:
+        ids = torch.tensor(row["input_ids"])
+        logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        found.append(logps[torch.tensor(row["trained"][1:]) == 1])
+    return torch.cat(found)
 
 
 # --- other weights at a resume --------------------------------------------------------------------

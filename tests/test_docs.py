@@ -84,7 +84,7 @@ def commands():
 def help_text(words):
     """What these words and --help print; None when they are refused. words: module or script."""
     if words[0] == "-m":
-        module, rest = f"{words[1]}.__main__", words[2:]
+        module, rest = words[1] + ".__main__" * ("." not in words[1]), words[2:]
     else:
         module, rest = words[0].removesuffix(".py"), words[1:]
     output, before = io.StringIO(), sys.argv

@@ -11,7 +11,7 @@ import generate as module
 import logprobs
 from batches import pack
 from generate import folded, generate
-from models import adapter, add_lora, add_twin, load_model
+from models import adapter, add_lora, add_twin, bare, load_model
 
 END = {0}
 
@@ -197,6 +197,16 @@ def test_an_answer_ends_with_its_first_end_token_or_is_cut(model):
         assert complete == bool(where)
         assert complete or (len(tokens) == 12 and not set(tokens) & ends)
     assert any(len(tokens) < 12 for tokens, _ in written)
+
+
+def test_the_head_reads_contiguous_rows(model):
+    """Else torch copies the whole head once a prompt; the hook is gone afterwards."""
+    head, seen = bare(model).get_output_embeddings(), []
+    watch = head.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].is_contiguous()))
+    ask(model, make_prompts(5), max_new_tokens=3)
+    watch.remove()
+    assert seen == [True] * 3 and not head._forward_pre_hooks
+
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -711,14 +711,14 @@ PUBLISHED = {  # appendix D and section 5, typed in from the paper
     "omega_optimizer": "adam", "batch": 32, "micro_batch": 8, "epochs": 3, "rho_start": 0.1,
     "rho_step": 0.1, "omega_loss": "next", "gradient_checkpointing": True,
     "correction": 0.0}
-ALPACA, ORCA, LLAMA = ("alpaca-cleaned", "openorca",
-                       "meta-llama/Meta-Llama-3-8B-Instruct")
+ALPACA, ORCA, RED, BLUE = (f".cache/recipes/{name}.jsonl" for name in (
+    "alpaca-cleaned", "openorca", "redorca", "blueorca"))
+LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
 SETS = {
     "pythia-1b-quality": {"model": "EleutherAI/pythia-1b", "lower": ALPACA, "upper": ORCA,
                           "lower_limit": 9600},
     "llama3-8b-quality": {"model": LLAMA, "lower": ALPACA, "upper": ORCA, "lower_limit": 56000},
-    "llama3-8b-safety": {"model": LLAMA, "lower": "redorca", "upper": "blueorca",
-                         "lower_limit": 56000},
+    "llama3-8b-safety": {"model": LLAMA, "lower": RED, "upper": BLUE, "lower_limit": 56000},
 }
 
 

@@ -717,7 +717,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
     ({"max_log_ratio": 0}, r"--max-log-ratio"),
     ({"max_log_ratio": "nan"}, r"--max-log-ratio"),
     ({"turns": "all"}, r"--turns all: an online run"),
-    ({"skip_scores": True}, r"--skip-scores: omega judges the new answers .*; leave it out"),
+    ({"skip_scores": True}, r"--skip-scores: only they rank .*; leave it out"),
     ({"max_new_tokens": 120}, r"--max-new-tokens 120: behind the longest prompt of \d+ tokens it "
                               r"exceeds the model's context of 128"),
     ({"max_new_tokens": 120, "refine": "drop"}, r"--max-new-tokens 120: behind the longest"),
@@ -778,8 +778,8 @@ def test_every_flag_is_read_somewhere(monkeypatch):
 def test_dry_run_writes_nothing_and_prints_the_plan(online, files, tmp_path):
     run = online(files(lower=21, upper=9), batch=4, epochs=3, k_gen=2, num_answers=3, dry_run=True)
     assert not run.out.exists() and run.result is None and not (tmp_path / "run").exists()
-    assert ("generation: R 0.3 x 21 rows = 6 masked; a refresh every 2 steps answers about 2 of "
-            "them 3 times") in run.text
+    assert ("generation: 6 rows masked; a refresh every 2 steps answers about 2 of them 3 times"
+            ) in run.text
 
 
 def test_published_values_are_the_defaults():

@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import ROOT, make_rows, make_tokenizer, python, write_rows
 
-from data import cache, recipes, sources, tokens
+from data import cache, sources, tokens
 from utils import UserError
 
 
@@ -109,17 +109,6 @@ def test_a_source_that_changes_while_it_is_read_is_refused(load, tmp_path, monke
     with pytest.raises(UserError, match="has changed while it was read"):
         load(make_rows(5, 1))
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_recipe_is_built_again_when_its_source_has_other_content(tmp_path):
-    folder = tmp_path / "copies" / "yahma" / "alpaca-cleaned"
-    folder.mkdir(parents=True)
-    path, built = folder / "alpaca_data_cleaned.json", []
-    for answer in ("yes", "not"):
-        path.write_text(json.dumps([{"instruction": "a", "input": "", "output": answer}]))
-        os.utime(path, ns=(10**18, 10**18))
-        built.append(recipes.resolve(f"alpaca-cleaned:{tmp_path / 'copies'}", tmp_path / "cache"))
-    assert [json.loads(made.read_text())["output"] for made in built] == ["yes", "not"]
 
 
 # --- what killed runs leave -----------------------------------------------------------------------

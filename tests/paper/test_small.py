@@ -5,10 +5,14 @@ import sys
 import types
 import zipfile
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT, copy_tree, listing, make_rows, read_rows, write_rows
 
+import batches
+import curate
+import logprobs
 import models
 from paper import small
 from paper.__main__ import main
@@ -59,6 +63,63 @@ def test_the_whole_run(here, folders, capfd):
     assert report.exists() and (here / "runs/text/result.json").read_bytes() == before
     main([*words, "--list"])
     assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
+
+
+def test_the_work_is_what_the_run_does(here, folders, monkeypatch):
+    """Tokens of all steps, forwards and decoding of a run against what is multiplied by rates."""
+    copy_tree(folders["llama"], here / small.FOLDER)
+    write_rows("noisy.jsonl", make_rows(60, seed=1))
+    write_rows("trusted.jsonl", make_rows(200, seed=2))  # 20 held out: too few to calibrate on
+    done, plans = {"step": 0, "forward": 0, "answer": 0}, []
+    packed, written = logprobs.packed_forward, curate.generate
+
+    def counted(model, batch):
+        done["step" if torch.is_grad_enabled() else "forward"] += batch["input_ids"].numel()
+        return packed(model, batch)
+
+    def decoded(*args, **options):
+        done["answer"] += options["max_new_tokens"]
+        return written(*args, **options)
+
+    monkeypatch.setattr(logprobs, "packed_forward", counted)
+    monkeypatch.setattr(batches, "packed_forward", counted)
+    monkeypatch.setattr(curate, "generate", decoded)
+    monkeypatch.setattr(small, "print_minutes", lambda run: (plans.append(small.work_of(run)),
+                                                             done.update(step=0, forward=0)))
+    small_words = ["small", "--lower", "noisy.jsonl", "--upper", "trusted.jsonl", "--train",
+                   "--max-new-tokens 6 --max-length 64 --upper-limit 200"]
+    main(small_words)
+    for name, work in plans[0].items():
+        if name != "answer":
+            assert work == pytest.approx(done[name], rel=0.25), name
+    assert done["answer"] in (plans[0]["answer"], plans[0]["answer"] / 2)
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_rates_are_of_decoding_steps(ends_at_once, folders, monkeypatch):
+    """Seconds that a longer call takes more, also when its answers end; all of them when it ends
+    at once. The clock is a counter: a prompt takes 10, a token 2."""
+    model = models.add_lora(models.load_model(str(folders["llama"]), torch.device("cpu")))
+    tokenizer = models.load_tokenizer(str(folders["llama"]))
+    clock = [0.0]
+
+    def written(_, prompts, seeds, max_new_tokens, **__):
+        count = 1 if ends_at_once else max_new_tokens
+        clock[0] += 10 + 2 * count
+        return [([5] * (count if place == 0 else 1), False) for place in range(len(prompts))]
+
+    def packed(*_):
+        clock[0] += 4
+        return torch.zeros(3, requires_grad=True), torch.ones(3)
+
+    monkeypatch.setattr(small, "generate", written)
+    monkeypatch.setattr(small, "sequence_logprobs", packed)
+    monkeypatch.setattr(small.time, "perf_counter", lambda: clock[0])
+    rows = datasets.Dataset.from_list([{"input_ids": [3, 4, 5], "trained": [0, 1, 1]}] * 30)
+    run = types.SimpleNamespace(lower=rows, num_rows=30, device="cpu", tokenizer=tokenizer)
+    rates = small.measure_rates(model, run)
+    assert rates["forward"] == rates["step"] == 16 * 3 / 4
+    assert rates["answer"] == (1 / 12 if ends_at_once else 16 / 32)
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import pytest
 from conftest import listing, read_rows, write_rows
 
 import models
-from data import recipes, tokens
+import options
+from data import tokens
+from paper import plans, recipes
 from utils import UserError
 
 
@@ -46,7 +48,7 @@ def copies(tmp_path):
 
 
 def built(name, copies, tmp_path):
-    return read_rows(recipes.resolve(f"{name}:{copies}", tmp_path / "cache"))
+    return read_rows(recipes.build(name, copies, tmp_path))
 
 
 def test_recipes_build_from_local_copies(copies, tmp_path, monkeypatch):
@@ -82,25 +84,36 @@ def test_recipes_too_small_copies_are_shared(copies, tmp_path, capsys):
 def test_recipes_are_read_by_training(copies, tmp_path, folders):
     tokenizer = models.load_tokenizer(folders["llama"])
     for name, count in (("redorca", 56), ("rm-hh-rlhf", 4), ("alpaca-cleaned", 5)):
-        path = recipes.resolve(f"{name}:{copies}", tmp_path / "cache")
+        path = recipes.build(name, copies, tmp_path)
         rows, _ = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
         assert len(rows) == count
         if name == "redorca":
             assert sum(rows["bad"]) == 30 and rows[0]["kind"] == "red-team"
 
 
-def test_recipes_are_built_once_and_again_when_a_source_changes(copies, tmp_path):
-    cache = tmp_path / "cache"
-    first = recipes.resolve(f"red-team:{copies}", cache)
-    stamp = first.stat().st_mtime_ns
-    assert recipes.resolve(f"red-team:{copies}", cache) == first
-    assert first.stat().st_mtime_ns == stamp
+def test_a_recipe_is_built_from_the_source_of_now(copies, tmp_path):
+    built("red-team", copies, tmp_path)
     red = copies / recipes.RED_TEAM[0] / recipes.RED_TEAM[1]
     with gzip.open(red, "wt", encoding="utf-8") as file:  # one object a line; U+2028 ends none
         file.write('{"transcript": "\\n\\nHuman: one\\n\\nAssistant: li\u2028ne"}\n')
-    second = recipes.resolve(f"red-team:{copies}", cache)
-    assert second != first
-    assert [row["response"] for row in read_rows(second)] == ["li\u2028ne"]
+    assert [row["response"] for row in built("red-team", copies, tmp_path)] == ["li\u2028ne"]
+
+
+def test_the_command_writes_what_the_presets_and_tables_read(copies, tmp_path, monkeypatch,
+                                                             capfd, refused):
+    monkeypatch.chdir(tmp_path)
+    recipes.main([f"redorca:{copies}", f"blueorca:{copies}"])
+    assert "redorca: 56 rows built from Anthropic/hh-rlhf" in capfd.readouterr().out
+    preset = options.PRESETS["llama3-8b-safety"]
+    assert len(read_rows(preset["lower"])) == 56 and len(read_rows(preset["upper"])) == 34
+    asked = []
+    monkeypatch.setattr(recipes, "build", asked.append)
+    paper = [*plans.words_of(plans.SAFETY["table3-dpo"]["paper"]["data"]), "other/x.jsonl",
+             ".cache/recipes/mine.jsonl", preset["upper"]]
+    recipes.build_missing(paper)  # two of them are there
+    assert asked == ["rm-hh-rlhf"]
+    assert "orca: no such recipe; there are alpaca-cleaned" in refused(
+        lambda: recipes.main(["orca"]))
 
 
 def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
@@ -112,7 +125,7 @@ def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
         asked.append((hub, repo_type, allow_patterns))
         return str(copies / hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    path = recipes.resolve("redorca", tmp_path / "cache")
+    path = recipes.build("redorca", out=tmp_path)
     assert asked == [(hub, "dataset", [file]) for hub, file in (recipes.RED_TEAM, recipes.SLIMORCA)]
     assert len(read_rows(path)) == 56
 
@@ -120,23 +133,18 @@ def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
         raise OSError("no route\nto host")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(UserError, match=r"cannot be loaded from the hub \(no route\)"):
-        recipes.resolve("slimorca", tmp_path / "cache")
+        recipes.build("slimorca", out=tmp_path)
 
 
-def test_recipes_bad_sources(copies, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-    for source in ("owner/name", "lower.jsonl", "orca", tmp_path):
-        assert recipes.resolve(source, cache) == source
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slimorca").mkdir()
-    assert recipes.resolve("slimorca", cache) == "slimorca"  # a folder of that name comes first
+def test_recipes_bad_sources(copies, tmp_path):
+    cache = tmp_path / "made"
     with pytest.raises(UserError, match=r"alpaca_data_cleaned\.json: no such file"):
-        recipes.resolve(f"alpaca-cleaned:{tmp_path}", cache)
+        recipes.build("alpaca-cleaned", tmp_path, cache)
     red = copies / recipes.RED_TEAM[0] / recipes.RED_TEAM[1]
     red.write_bytes(red.read_bytes()[:40])
     with pytest.raises(UserError, match=r"Compressed file ended"):
-        recipes.resolve(f"red-team:{copies}", cache)
+        recipes.build("red-team", copies, cache)
     write_rows(copies / "Open-Orca/SlimOrca" / recipes.SLIMORCA[1], [{"conversation": []}])
     with pytest.raises(UserError, match=r"row 0: not a row of this data set.*conversations"):
-        recipes.resolve(f"slimorca:{copies}", cache)
-    assert not [name for name in listing(cache) if "slimorca" in name or "red-team" in name]
+        recipes.build("slimorca", copies, cache)
+    assert not listing(cache)

@@ -1,15 +1,16 @@
-"""The paper's data sets as named recipes: `--lower redorca --upper blueorca`.
+"""The paper's data sets as files: `python -m paper.recipes redorca blueorca`.
 
 A recipe reads its source files from the hub, or copies of them from a local folder that has the
-hub's layout (`--lower redorca:copies` reads copies/Anthropic/hh-rlhf/red-team-attempts/...). It
-writes one jsonl file under the cache folder, which is then read like any other. What the paper
-leaves open stands in each recipe's docstring, with what is assumed. Seeds are the recipes' own: a
-run's --seed must not change the data set that it is compared on.
+hub's layout (`redorca:copies` reads copies/Anthropic/hh-rlhf/red-team-attempts/...). It writes
+.cache/recipes/NAME.jsonl, which is then read like any other file; the published presets name these.
+What the paper leaves open stands in each recipe's docstring, with what is assumed. Seeds are the
+recipes' own: a run's --seed must not change the data set that it is compared on.
 
 The paper trains on 9,600 rows (Pythia-1b) and 56,000 rows (Llama-3-8b) without saying how they are
 drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped later (--max-length).
 """
 
+import argparse
 import glob
 import itertools
 import json
@@ -19,9 +20,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.cache import file_hash
-from data.sources import path_exists, read_part
-from utils import UserError, content_hash, write_parts
+from data.sources import read_part
+from options import RECIPES as FOLDER
+from runtime import command
+from utils import UserError, make_parent, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
 
@@ -199,25 +201,38 @@ def source_files(hub, pattern, folder):
     return files
 
 
-def resolve(source, cache_dir=".cache"):
-    """A recipe, NAME or NAME:FOLDER, -> the jsonl file that it builds; any other source as it is.
-
-    An existing file or folder of that name comes first. Built once for the same source files.
-    """
-    name, _, folder = str(source).partition(":")
-    if name not in RECIPES or path_exists(source):
-        return source
+def build(name, folder="", out=FOLDER):
+    """The file of a recipe, `out`/NAME.jsonl, made anew; folder: of local copies."""
     recipe, *sources = RECIPES[name]
     files = [source_files(hub, pattern, folder) for hub, pattern in sources]
-    stamp = content_hash(Path(__file__).read_text(), *(
-        file_hash(file) for group in files for file in group))
-    target = Path(cache_dir) / "recipes" / f"{name}-{stamp}.jsonl"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(out) / f"{name}.jsonl"
+    make_parent(target)
     parts = recipe(*(Source(group) for group in files))
     rows = tqdm(itertools.chain.from_iterable(parts), total=sum(map(len, parts)),
                 desc=f"building {name}", unit=" rows", delay=3)
     write_parts(target, ((json.dumps(row) + "\n").encode() for row in rows))
     print(f"{name}: {rows.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
     return target
+
+
+def build_missing(words):
+    """Build the recipes among the words of a command line, if they are not there yet."""
+    for path in map(Path, words):
+        if path.parent == Path(FOLDER) and path.stem in RECIPES and not path.exists():
+            build(path.stem)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m paper.recipes",
+                                     description="The paper's data sets as files.")
+    parser.add_argument("names", nargs="+", metavar="NAME[:FOLDER]",
+                        help=f"{', '.join(RECIPES)}; FOLDER: local copies in the hub's layout")
+    for word in parser.parse_args(argv).names:
+        name, _, folder = word.partition(":")
+        if name not in RECIPES:
+            raise UserError(f"{name}: no such recipe; there are {', '.join(RECIPES)}")
+        build(name, folder)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,87 @@
+"""What the paper claims and what is seen, one row a claim: the toy and real text at two sizes.
+
+A cell is the mean difference over seeds with its 95 % interval (Student's t of the paired
+differences). Negative is as claimed: of a loss, of 1 - AUROC, of the length of an answer.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+from paper.results import UPPER
+
+# By scale, the stored files of each table; the first that holds both methods counts.
+SCALES = {
+    "toy": {"table1": ["toy_table1"], "table3": ["toy_table3"], "pairs": ["toy_table3_dpo"],
+            "ranking": ["toy_ranking"], "selectors": ["toy_selectors"], "kept": ["toy_curated"]},
+    "text, 5.9M": {"table1": ["planted_table1"], "table3": ["redorca_table3"], "pairs": [],
+                   "ranking": ["planted_ranking"], "selectors": ["planted_selectors"],
+                   "kept": ["planted_default_curated"]},
+    "text, 135M": {"table1": ["smollm2_table1"], "table3": ["smollm2_table3"],
+                   "pairs": ["smollm2_table3_dpo"], "ranking": ["smollm2_ranking"],
+                   "selectors": ["smollm2_selectors"],
+                   "kept": ["smollm2_kept", "smollm2_curated"]}}
+ONLINE, AUROC = "online R=10% G=1", "auroc"
+# (the claim, table, the method with the lower metric, than which, metric; None: rises by epoch).
+CLAIMS = (
+    ("BDS beats training on the noisy set", "table1", "BDS", "mixing rho=1", UPPER),
+    ("BDS beats mixing, rho = 0.5", "table1", "BDS", "mixing rho=0.5", UPPER),
+    ("... and mixing with BDS's rho", "table1", "BDS", "mixing, rho schedule", UPPER),
+    ("BDS beats random rows", "table1", "BDS", "random", UPPER),
+    ("BDS beats LESS", "table1", "BDS", "LESS", UPPER),
+    ("BDS beats DSIR", "table1", "BDS", "DSIR", UPPER),
+    ("online beats BDS", "table1", ONLINE, "BDS", UPPER),
+    ("... and leaving those rows out", "table1", ONLINE, "control: drop", UPPER),
+    ("masking 10 % beats 5 %", "table1", ONLINE, "online R=5% G=1", UPPER),
+    ("five answers beat one", "table1", "online R=10% G=5", ONLINE, UPPER),
+    ("safety: BDS beats mixing", "table3", "BDS", "mixing rho=0.5", UPPER),
+    ("safety: online dynamic beats BDS", "table3", "online dynamic", "BDS", UPPER),
+    ("... and leaving those rows out", "table3", "online dynamic", "control: dynamic, drop", UPPER),
+    ("by pairs: BDS beats mixing", "pairs", "BDS", "mixing rho=0.5", UPPER),
+    ("by pairs: online dynamic beats BDS", "pairs", "online dynamic", "BDS", UPPER),
+    ("... and leaving those rows out", "pairs", "online dynamic", "control: dynamic, drop", UPPER),
+    ("online: short answers come first", "ranking", ONLINE, ONLINE, None),
+    ("omega beats the base loss", "selectors", "omega", "loss", AUROC),
+    ("corrected omega beats it", "selectors", "omega, corrected", "loss", AUROC),
+    ("a fresh model: best rows beat all", "kept", "top k by BDS", "raw set", UPPER),
+    ("... and with rewrites the best rows", "kept", "... with its rewrites",
+     "top k by the online run", UPPER))
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # by n - 1
+
+
+def claims_by_scale():
+    """(header, rows) of the claims that were run at one scale at least; "not run" elsewhere."""
+    rows = [[text, *(cell_of(files[table], first, than, metric) for files in SCALES.values())]
+            for text, table, first, than, metric in CLAIMS]
+    return ["the paper's claim", *SCALES], [row for row in rows if {*row[1:]} != {"not run"}]
+
+
+def cell_of(files, first, than, metric):
+    """A cell of the table, from the first of results/FILE.json that holds both methods."""
+    for name in files:
+        file = Path("results") / f"{name}.json"
+        results = json.loads(file.read_text())["results"] if file.exists() else {}
+        if {first, than} <= set(results):
+            return t_interval(differences(results[first], results[than], metric))
+    return "not run"
+
+
+def differences(first, than, metric):
+    """first - than over their common seeds: of a loss, of 1 - AUROC, of the first and last epoch.
+    """
+    if metric is None:
+        return [run["epoch 1"] - list(run.values())[-1] for run in first]
+    sign = -1 if metric == AUROC else 1
+    return [sign * (a[metric] - b[metric]) for a, b in zip(first, than, strict=False)]
+
+
+def t_interval(values):
+    """"mean ± half of the 95 % interval", bold when all of it is as claimed, in italics when
+    none of it is."""
+    mean = statistics.fmean(values)
+    digits = 3 if abs(mean) < 1 else 1
+    if len(values) < 2:
+        return f"{mean:+.{digits}f}, one seed"
+    half = T95[min(len(values) - 1, len(T95)) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    text = f"{mean:+.{digits}f} ± {half:.{digits}f}"
+    return f"**{text}**" if mean < -half else f"*{text}*" if mean > half else text
