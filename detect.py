@@ -9,10 +9,11 @@ around an empty question. The end tokens are kept apart from both.
     relevance    M = sum_t (u_t - c_t), over sqrt(T)          another question's       c, u
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
+    slip         the largest -sum of c_t over SPAN tokens     one odd place            c
+                 in a row
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
-    order        sum_t (c_t of y shuffled - c_t of y)         garbled (optional)       c, one more
     guidance     L(theta) - A L(theta_hat)                    contradicts the trusted  a run's
                                                               rows (optional)          last
 
@@ -59,15 +60,17 @@ TAIL = 0.1            # share of the null beyond which its tail is taken as expo
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
+SPAN = 3              # tokens of a slip
 FDR = 0.1             # expected share of good rows among the flagged
-FOREIGN = 0.8         # of the trusted rows, beyond which the middle of good rows is another style
+RARE = 0.02           # share of the file that a detector finds for a start
 KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
 MADE = ("end", "relevance")  # detectors whose bad values are known from made faults
 SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
-             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
+             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp),
+             "slip": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -91,9 +94,10 @@ def fluency(given):
     return -float(given.double().mean()) if len(given) else 0.0
 
 
-def order(given, shuffled):
-    """sum_t c_t of the shuffled answer minus the same of the answer, nats; near zero: garbled."""
-    return float(shuffled.double().sum() - given.double().sum())
+def slip(given, span=SPAN):
+    """-sum of the least likely `span` tokens in a row of the answer's (T,), nats; all of a few."""
+    sums = torch.nn.functional.pad(-given.double().cumsum(0), (1, 0))
+    return float((sums[span:] - sums[:-span]).max()) if len(given) > span else float(sums[-1])
 
 
 def _grams(tokens, size):
@@ -166,7 +170,7 @@ def good_side(values, name=None, centre=None):
     Hilferty), the logarithm of a loss. The centre is the mode; of a loss the median, since the mode
     of a few hundred losses is poorly determined, and too high a centre costs power alone.
     """
-    centre = centre or (torch.median if name == "fluency" else mode)
+    centre = centre or (torch.median if name in ("fluency", "slip") else mode)
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
     below = values[values <= centre(values)]
@@ -273,32 +277,15 @@ def file_null(name, values, made=None):
     return good_side(null, name, torch.median) if name == "end" else null
 
 
-def foreign(found, trusted, made=None):
-    """Detectors under which the trusted rows are of another kind than the file's good rows.
-
-    Half of the file's own null then lies beyond FOREIGN of the trusted rows: a matter of style, not
-    of faults. Its middle decides, since its tail may still hold faults. Arguments of `surprises`.
-    """
-    names = []
-    for name in set(trusted) & set(found) & {"end", "relevance", "fluency", "order"}:
-        values = scaled(name, found)
-        if not values.isnan().all() and not trusted[name].isnan().all():
-            own = file_null(name, values, made)
-            usual = scaled(name, trusted)
-            if own.median() > torch.quantile(usual[~usual.isnan()], FOREIGN):
-                names.append(name)
-    return sorted(names)
-
-
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
-    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, repetition, copied,
-    news, length and, as wanted, order and guidance. A detector that `trusted` lacks is compared
-    with the file's own null, see `file_null` for it and `made`; `foreign` says which to leave out.
+    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
+    copied, news, length and, as wanted, guidance. The file's own null, see `file_null` for it and
+    `made`; a detector that `trusted` has takes the mean of both nulls' surprises.
     names: the detectors; None: all that `found` has the numbers for.
     """
-    known = ("end", "relevance", "fluency", "repetition", "echo", "order", "guidance")
+    known = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
     names = names or [name for name in known if name in found or name == "echo"]
     surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
                   for name in names if name in SCALES}
@@ -309,36 +296,76 @@ def surprises(found, trusted=None, made=None, names=None):
         values = scaled(name, found)
         if name in SCALES:
             continue
-        if trusted is not None and name in trusted:
-            surprising[name] = banded_surprise(values, found["length"], scaled(name, trusted),
-                                               trusted["length"])
-        elif made is not None and name in made:
-            surprising[name] = surprise(values, file_null(name, values[usual], made))
+        if made is not None and name in made:
+            own = surprise(values, file_null(name, values[usual], made))
         else:
-            surprising[name] = banded_surprise(values, found["length"], name=name, usual=usual)
+            own = banded_surprise(values, found["length"], name=name, usual=usual)
+        if trusted is not None and name in trusted:
+            own = (own + banded_surprise(values, found["length"], scaled(name, trusted),
+                                         trusted["length"])) / 2
+        surprising[name] = own
     return {name: surprising[name] for name in names}
 
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-def judge(surprising, fdr=FDR):
+def share_found(surprising):
+    """At least this share of the rows (N,) of surprises is bad: what exceeds a null's own tail.
+
+    The largest excess over exp(-t) of the share at or above t, less its standard deviation, for
+    t >= 2, where few good rows are.
+    """
+    values = surprising.sort(descending=True).values
+    above = torch.arange(1, len(values) + 1, dtype=torch.float64) / max(1, len(values))
+    null = (-values.clamp_min(2.0)).exp()
+    excess = (above - null - (null * (1 - null) / max(1, len(values))).sqrt()) / (1 - null)
+    return float(excess.where(values >= 2.0, 0.0).clamp_min(0.0).amax()) if len(values) else 0.0
+
+
+def weights(surprising, found, made=None):
+    """{name: w}, of sum one: which faults this file has decides how much a detector counts.
+
+    In proportion to the share of the file that a detector says is bad, by `without_made` where it
+    has made faults, and RARE. With even weights, one fault in a third of the rows is ranked among
+    the rare good rows of every other detector.
+    """
+    shares = {name: RARE + (without_made(scaled(name, found), made[name])[1]
+                            if name in (made or {}) else share_found(values))
+              for name, values in surprising.items()}
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
+
+
+def plausible(name, found, made=None):
+    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them.
+
+    A value that no good row has may still be far from what a fault would give.
+    """
+    values = scaled(name, found).nan_to_num(-math.inf)
+    known = (made or {}).get(name, values[:0])
+    known = known[~known.isnan()]
+    return values >= (torch.quantile(known, TAIL) if len(known) else -math.inf)
+
+
+def judge(surprising, found, made=None, fdr=FDR):
     """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
 
-    score: the largest surprise, nats. Its p-value is 1 - (1 - exp(-score))^K for K detectors; the
-    rows that Benjamini and Hochberg reject at `fdr` are flagged. reason: the detector that wins,
-    "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A garbled
-    answer has a strange end and fits no question: a fluency below p = 0.01 explains both.
+    score: the largest of surprise + ln w over the detectors, w of `weights`, nats; exp(-score) is
+    a p-value by weighted Bonferroni. Of the rows that are `plausible` those are flagged that
+    Benjamini and Hochberg reject at `fdr`. reason: the detector that wins, "unclear" when the
+    runner-up is within MARGIN, None for a row that is not flagged. A garbled answer has a strange
+    end and fits no question: a fluency below p = 0.01 explains both.
     """
-    names, table = list(surprising), torch.stack(list(surprising.values()), dim=1)
-    score = table.amax(dim=1)
-    chance = -torch.expm1(len(names) * torch.log1p(-(-score).exp().clamp_max(1 - 1e-12)))
+    names, weigh = list(surprising), weights(surprising, found, made)
+    table = torch.stack([surprising[name] + math.log(weigh[name]) for name in names], dim=1)
+    likely = torch.stack([plausible(name, found, made) for name in names], dim=1)
+    chance = (-table.where(likely, -math.inf).amax(dim=1)).exp()
     ordered = chance.sort().values
     level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))
     passed = (ordered <= level).nonzero().flatten()
     flagged = chance <= (ordered[passed[-1]] if len(passed) else -1.0)
     reasons = [_reason(dict(zip(names, row, strict=True))) if bad else None
                for bad, row in zip(flagged.tolist(), table.tolist(), strict=True)]
-    return score, flagged, reasons
+    return table.amax(dim=1), flagged, reasons
 
 
 def _reason(row):
