@@ -15,6 +15,7 @@
     python -m paper ablations        # what matters and what does not (toy)
     python -m paper controls         # what must come out as nothing (toy)
     python -m paper noise            # faults made on purpose: which ranking finds them, and why?
+    python -m paper pairs            # fluent pairs: which score sees the worse answer?
     python -m paper readme           # the stored results into README.md and docs/
     python -m paper table1 --scale paper --list      # only print the training commands
 """
@@ -23,7 +24,7 @@ import argparse
 import os
 import shlex
 
-from paper import experiments, kept, noise, rendering, reproduce, small
+from paper import experiments, kept, noise, pairs, rendering, reproduce, small
 from paper.plans import SCALES
 from runtime import command
 from utils import UserError
@@ -35,7 +36,8 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
            "selectors": experiments.compare_selectors, "curated": experiments.curated_table,
            "kept": kept.kept_table,
            "ablations": experiments.ablation_table, "controls": experiments.null_controls,
-           "noise": noise.noise_table, "readme": rendering.render, "small": small.small}
+           "noise": noise.noise_table, "pairs": pairs.pairs_table, "readme": rendering.render,
+           "small": small.small}
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"), "rows": ("noise",),
        "lower": ("small",), "upper": ("small",)}  # flag: its targets

@@ -182,17 +182,22 @@ def interval(scores, bad, seed):
     return torch.quantile(torch.tensor(values), torch.tensor([0.025, 0.975])).tolist()
 
 
-def judged(found, made, trusted, labels, seed):
-    """{ranking: figures} of one file: AUROC with interval, by kind; what the tests flagged."""
-    bad = torch.tensor([label != "clean" for label in labels])
+def scores_and_verdicts(found, made, trusted, seed):
+    """({ranking: scores (n,), higher is better}, {row tests: verdicts}) of the rows of a file."""
     tests = {"tests": ranking.verdicts(found, None, made)}
     if trusted is not None:
         tests["tests, trusted"] = ranking.verdicts(found, trusted, made)
     blank = found["fluency"] - found["relevance"] / found["length"].clamp_min(1)
-    scores = {name: -verdict[0] for name, verdict in tests.items()} | {
+    return {name: -verdict[0] for name, verdict in tests.items()} | {
         "loss": -found["loss"], "length": found["characters"],
         "IFD": -found["fluency"] / blank.clamp_min(1e-6),
-        "random": torch.rand(len(bad), generator=torch.Generator().manual_seed(seed))}
+        "random": torch.rand(len(blank), generator=torch.Generator().manual_seed(seed))}, tests
+
+
+def judged(found, made, trusted, labels, seed):
+    """{ranking: figures} of one file: AUROC with interval, by kind; what the tests flagged."""
+    bad = torch.tensor([label != "clean" for label in labels])
+    scores, tests = scores_and_verdicts(found, made, trusted, seed)
     figures = {}
     for name, values in scores.items():
         own = figures[name] = {}
@@ -233,8 +238,7 @@ def noise_table(args):
         print(f"{stored}: finished; remove it to make the table again")
         print_noise(json.loads(stored.read_text())["results"]["report"])
         return
-    utils.make_parent(folder / "command.json")
-    utils.write_atomic(folder / "command.json", json.dumps({"command": args.command}) + "\n")
+    write_command(folder / "command.json", args.command)
     parts, trusted, losses, scorer = measure(args, given, folder)
     results = {half: {} for half in HALVES}
     files = [("clean", 0.0, ()), *((name, share, kinds) for (name, share), kinds in plan.items())]
@@ -256,26 +260,42 @@ def check_command(file, command):
                         f"({command}); choose another --name, or remove it and what it made")
 
 
+def write_command(file, command):
+    """What `check_command` reads."""
+    utils.make_parent(file)
+    utils.write_atomic(file, json.dumps({"command": command}) + "\n")
+
+
+def open_scorer(given):
+    """(levels, scorer) of the words that --data has; no blank prompt yet."""
+    levels, tokenizer = open_levels(given), models.load_tokenizer(given.model)
+    return levels, SimpleNamespace(
+        model=models.load_model(given.model, processes.pick_device(given.device), given.dtype,
+                                given.four_bit),
+        tokenizer=tokenizer, ends=ranking.end_ids(tokenizer), blank=None,
+        options={"template": given.template, "max_length": given.max_length,
+                 "cache_dir": given.cache_dir})
+
+
+def trusted_rows(levels):
+    """[row] of the trusted rows that are read; none without --upper."""
+    count = 0 if levels.upper is None else min(ranking.TRUSTED, len(levels.upper))
+    return [{"prompt": row["prompt"], "response": row["response"]}
+            for row in (levels.upper.select(range(count)) if count else ())]
+
+
 def measure(args, given, folder):
     """All numbers that files are put together from: (parts, trusted, losses, scorer).
 
     parts: {kind or "clean": (tokenised rows, their places, {number: (n,)})}; trusted: {number:
     (n,)} or None; losses: of made faults.
     """
-    levels, tokenizer = open_levels(given), models.load_tokenizer(given.model)
+    levels, scorer = open_scorer(given)
     good, donors = good_and_donors(levels.lower, args.rows, given.seed)
-    scorer = SimpleNamespace(
-        model=models.load_model(given.model, processes.pick_device(given.device), given.dtype,
-                                given.four_bit),
-        tokenizer=tokenizer, ends=ranking.end_ids(tokenizer), blank=None,
-        options={"template": given.template, "max_length": given.max_length,
-                 "cache_dir": given.cache_dir})
     rows = {"clean": list(enumerate(good))} | {
         kind: faulty_rows(kind, good, donors, given.seed) for kind in faults.KINDS}
-    if levels.upper is not None:
-        rows["trusted"] = list(enumerate(
-            {"prompt": row["prompt"], "response": row["response"]} for row in
-            levels.upper.select(range(min(ranking.TRUSTED, len(levels.upper))))))
+    if trusted := trusted_rows(levels):
+        rows["trusted"] = list(enumerate(trusted))
     names = {kind: kind.replace(" ", "_") for kind in rows}
     tokens = {kind: open_rows(folder, names[kind], [row for _, row in own], scorer)
               for kind, own in rows.items()}
