@@ -9,8 +9,8 @@ around an empty question. The end tokens are kept apart from both.
     relevance    M = sum_t (u_t - c_t), over sqrt(T)          another question's       c, u
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
-    slip         the largest -sum of c_t over SPAN tokens     one odd place            c
-                 in a row
+    slip         the largest -sum of c_t over 3 tokens        one odd place: a wrong   c
+                 in a row                                     number, name, word
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
@@ -22,28 +22,31 @@ first in any case and c with it, so the default set costs the forward of u more.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.
- 1. Trusted rows: p-values among those of about the same answer length, with an exponential tail
-    beyond their worst tenth (`surprise`, `banded_surprise`).
- 2. None: faults made from the file's own rows, cut at random places and with answers exchanged, say
-    what bad values of E and M look like. The largest part of the file that they can explain is
-    taken out, the rest is the null (`without_made`). For the loss, Efron's empirical null: the
-    centre of the file, and the spread on its good side (`good_side`). Rows that a fixed scale
-    finds (3) are left out of both.
+ 1. The file's own good rows. Faults made from its rows, cut at random places and with answers
+    exchanged, say what bad values of E and M look like; the largest part of the file that they can
+    explain is taken out (`without_made`). For the losses, an empirical null: the good side of the
+    file and its mirror image (`good_side`), at about the same answer length.
+ 2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
+    exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
+    rows are not quite known: the mean of both surprises counts, -ln p each.
  3. Repetition and echo are zero on most good rows: fixed scales (`SCALES`).
-The surprise of a row is -ln p, its score the largest one over the detectors, and the detector that
-wins is the reason; `unclear` where the runner-up is about as strong.
+What the file suffers from weighs the detectors (`weights`). The score of a row is its largest
+weighted surprise, and the detector that wins is the reason; `unclear` where the runner-up is about
+as strong. A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tenth of the
+made faults (`plausible`).
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
-arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Empirical null: Efron, JASA
-99 (2004); its mode: half samples, Bickel and Fruehwirth 2006. The share that made faults explain:
-the mixture proportion of Blanchard, Lee and Scott, JMLR 11 (2010). Flags: Benjamini and Hochberg
-1995. Exponential tail: peaks over threshold, shape zero. Minhash: Broder 1997.
+arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
+et al. 2025, 2502.01968) scores tokens. Empirical null: Efron, JASA 99 (2004). The share that made
+faults explain: Blanchard, Lee and Scott, JMLR 11 (2010); that tests find: Meinshausen and Rice,
+Annals of Statistics 34 (2006). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
+(2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
 
-Blind spots. A wrong number, name or negation in a fluent answer is invisible to all of them. An
-answer cut at the end of a sentence looks finished to a small model, and the answer to a neighbour's
-question nearly right. What is rare looks bad: see who is flagged by length, language and code.
-Without trusted rows a loss that most rows share *is* the null, and so is a short boilerplate. A row
-cut by a length limit has no end to judge.
+Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
+An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
+nearly right. What is rare looks bad: see who is flagged by length, language and code. Without
+trusted rows a loss or boilerplate that most rows share *is* the null. A row cut by a length limit
+has no end to judge.
 
 Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """
@@ -148,33 +151,18 @@ def scaled(name, found):
 
 # --- nulls ----------------------------------------------------------------------------------------
 
-def mode(values):
-    """Where values (n,) are densest: the mean of the shortest half of their shortest half.
-
-    Half samples as Bickel and Fruehwirth take them, but two steps only: down to a few values, a
-    handful of odd rows that are alike would be the mode.
-    """
-    values = values.sort().values
-    for _ in range(2):
-        half = (len(values) + 1) // 2
-        start = int((values[half - 1:] - values[:len(values) - half + 1]).argmin())
-        values = values[start:start + half]
-    return values.mean()
-
-
-def good_side(values, name=None, centre=None):
+def good_side(values, name=None):
     """Efron's empirical null of values (n,) of which some are bad, and bad ones lie above.
 
-    The values up to the centre, and their mirror images above it: a sample (m,), m <= 2 n. On the
-    scale on which a detector is about symmetric: the cube root of E (a gamma-like sum: Wilson and
-    Hilferty), the logarithm of a loss. The centre is the mode; of a loss the median, since the mode
-    of a few hundred losses is poorly determined, and too high a centre costs power alone.
+    The values up to the median, and their mirror images above it, on the scale on which a detector
+    is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
+    a loss. The more rows are bad, the higher the median, which costs power alone.
     """
-    centre = centre or (torch.median if name in ("fluency", "slip") else mode)
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
-    below = values[values <= centre(values)]
-    return back(torch.cat([below, 2 * centre(values) - below]))
+    middle = values.median()
+    below = values[values <= middle]
+    return back(torch.cat([below, 2 * middle - below]))
 
 
 def surprise(values, null):
@@ -263,27 +251,12 @@ def knows_ends(ends, cut):
     return float(below.double().mean() / 2 / len(ends))
 
 
-def file_null(name, values, made=None):
-    """What good values (m,) of a detector are, from a file's own values (N,), some of them bad.
-
-    made: {"end": (m,), "relevance": (m,)} of `scaled` values of faults made on purpose, see
-    `without_made`; a detector that it lacks takes the good side of the file.
-    """
-    values = values[~values.isnan()]
-    if made is None or name not in made:
-        return good_side(values, name)
-    null, _ = without_made(values, made[name])
-    # About symmetric around its median, and no fault is too sure of its end.
-    return good_side(null, name, torch.median) if name == "end" else null
-
-
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
     found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
-    copied, news, length and, as wanted, guidance. The file's own null, see `file_null` for it and
-    `made`; a detector that `trusted` has takes the mean of both nulls' surprises.
-    names: the detectors; None: all that `found` has the numbers for.
+    copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
+    values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
     known = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
     names = names or [name for name in known if name in found or name == "echo"]
@@ -297,7 +270,9 @@ def surprises(found, trusted=None, made=None, names=None):
         if name in SCALES:
             continue
         if made is not None and name in made:
-            own = surprise(values, file_null(name, values[usual], made))
+            null, _ = without_made(values[usual], made[name])
+            # No fault is too sure of its end.
+            own = surprise(values, good_side(null, name) if name == "end" else null)
         else:
             own = banded_surprise(values, found["length"], name=name, usual=usual)
         if trusted is not None and name in trusted:

@@ -300,8 +300,8 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
     remember = remember or (lambda compute: compute())
     found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
                                           label="row tests"))
-    made = made_faults(functools.partial(row_losses, model), lower, ends, found, seed)
-    trusted = None
+    losses, trusted = functools.partial(row_losses, model), None
+    made = made_faults(losses, lower, ends, found, seed)
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = row_evidence(model, take(tokens_only(upper), places), ends, blank_prompt(upper),
@@ -317,8 +317,8 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
 def verdicts(found, trusted, made, text_reasons=()):
     """(surprise (N,) nats, reason [N of REASONS or None], notes) from what `row_evidence` found.
 
-    A row that its text alone flags takes the smallest surprise of the flagged ones: flagged rows
-    are the most surprising ones.
+    Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
+    of theirs, which a row takes that its text alone flags.
     """
     names, notes = [name for name in DETECTORS if name in found or name == "echo"], []
     known = detect.knows_ends(found["end"], made.get("end", found["end"][:0]))
@@ -326,9 +326,10 @@ def verdicts(found, trusted, made, text_reasons=()):
         names.remove("end")
         notes.append("the model does not know where answers end (AUROC of rows cut at random "
                      f"{known:.2f}): ends are not judged")
-    surprise, flagged, reason = detect.judge(detect.surprises(found, trusted, made, names), found,
-                                             made)
+    surprising = detect.surprises(found, trusted, made, names)
+    surprise, flagged, reason = detect.judge(surprising, found, made)
     least = surprise[flagged].min() if flagged.any() else surprise.max()
+    surprise = surprise.where(flagged, surprise.clamp_max(least))
     for place, text in enumerate(text_reasons):
         if text and not reason[place]:
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
