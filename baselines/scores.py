@@ -56,7 +56,7 @@ def label_scores(rows, seed):
 
 def joined_scores(losses, surprise, flagged):
     """Flagged rows last, by surprise, the others by loss, (N,) float64; all (N,)."""
-    return torch.where(flagged, -losses.max() - 1 - surprise, -losses)
+    return torch.where(flagged, surprise.min() - surprise - losses.max() - 1, -losses)
 
 
 def rank_surprise(values):

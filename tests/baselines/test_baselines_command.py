@@ -67,10 +67,10 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
 def test_joined_labels_and_length_matched(rank, faulty_labels):
     """`joined` keeps what is not flagged; the same lengths as it keeps, drawn at random."""
     joined = rank("joined", faulty_labels)
-    flagged = [row["reason"] is not None for row in joined.rows]
-    assert flagged == sorted(flagged) and [row["kept"] for row in joined.rows] == [
+    flagged = [row["reason"] is not None for row in joined.ranked]
+    assert flagged == sorted(flagged) and [row["kept"] for row in joined.ranked] == [
         not bad for bad in flagged]
-    losses = [row["loss"] for row in joined.rows if row["kept"]]
+    losses = [row["loss"] for row in joined.ranked if row["kept"]]
     assert losses == sorted(losses) and any(flagged)
     assert rank("labels", faulty_labels, model=None).result["labels/auroc"] == 1
     matched = rank("length-matched", faulty_labels, model=None, like=joined.file,

@@ -14,7 +14,7 @@ import utils
 from paper import kept
 from paper.__main__ import main
 
-ROWS = [{"row_id": n, "hash": f"h{n}", "surprise": float(n % 7), "loss": 2.0 - n / 20,
+ROWS = [{"row_id": n, "hash": f"h{n}", "surprise": float(n % 7 - 9), "loss": 2.0 - n / 20,
          "reason": "end" if n % 7 == 6 else None, "score": -float(n % 7), "length": 5 + n * n % 30,
          "bad": n % 7 in (5, 6), "kind": "cut"} for n in range(40)]
 
