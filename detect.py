@@ -311,10 +311,7 @@ def weights(surprising, found, made=None):
 
 
 def plausible(name, found, made=None):
-    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them.
-
-    A value that no good row has may still be far from what a fault would give.
-    """
+    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them."""
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]

@@ -72,13 +72,12 @@ def test_joined_labels_and_length_matched(rank, faulty_labels):
         not bad for bad in flagged]
     losses = [row["loss"] for row in joined.ranked if row["kept"]]
     assert losses == sorted(losses) and any(flagged)
-    assert rank("labels", faulty_labels, model=None).result["labels/auroc"] == 1
-    matched = rank("length-matched", faulty_labels, model=None, like=joined.file,
+    assert rank("labels", faulty_labels, model=None, out="labels").result["labels/auroc"] == 1
+    matched = rank("length-matched", faulty_labels, model=None, out="matched", like=joined.file,
                    keep_fraction=1 - sum(flagged) / 40)
-    order = sorted(range(40), key=lambda n: len(read_rows(faulty_labels["lower"])[n]["response"]))
-    for start in range(0, 40, 4):
-        one, other = (sum(row["kept"] for row in made.rows if row["row_id"] in order[start:][:4])
-                      for made in (joined, matched))
+    order = rank("length", faulty_labels, model=None, out="length").scores.argsort(stable=True)
+    for part in order.split(4):
+        one, other = (sum(made.rows[n]["kept"] for n in part) for made in (joined, matched))
         assert one == other
 
 
@@ -87,10 +86,10 @@ def faulty_labels(files, tmp_path):
     """40 rows, of which four repeat themselves and are labelled bad; half have long answers."""
     files = files(lower=40)
     rows = [row | {"bad": n < 4, "kind": "repeat" if n < 4 else "clean",
-                   "response": row["response"] + " " + ("seven " * 9 if n < 4 else "")}
+                   "response": row["response"] + " seven" * (9 if n < 4 else 0)}
             for n, row in enumerate(read_rows(files["lower"]))]
     for n in range(20, 40):
-        rows[n]["response"] += " ".join(str(n * m) for m in range(9))
+        rows[n]["response"] += " " + " ".join(str(n * m) for m in range(9))
     return {"lower": write_rows(files["lower"], rows)}
 
 
