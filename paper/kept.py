@@ -58,7 +58,7 @@ def kept_table(args):
     names = chosen(args, RANKINGS + OF_OMEGA) if args.only else list(RANKINGS)
     folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
     if not args.list:
-        print_minutes(args, len(names), guided)
+        print_runs(args, len(names), guided)
     files_of = execute(args, {ALL: SFT} | ({"BDS": OFF} if guided else {}), folder,
                        also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
@@ -165,7 +165,7 @@ def what_was_read(file, name, seed, folder, tests):
     return found
 
 
-def print_minutes(args, count, guided):
+def print_runs(args, count, guided):
     """Runs times minutes, from one step and one forward timed here, on the one thread of a run."""
     words = words_of(*(setting(args)[part] for part in ("data", "train")))
     run = session.plan(train_offline.parse_args(["--method", "sft", *words]))

@@ -68,7 +68,7 @@ def faulty_rows(kind, good, donors, seed):
             for place, answer in made if answer]
 
 
-def open_rows(folder, name, rows, scorer):
+def saved_rows(folder, name, rows, scorer):
     """Tokenised rows of the run folder's NAME.jsonl, which is written once.
 
     scorer: a namespace of model, tokenizer, ends, blank and options of `load_rows`.
@@ -118,7 +118,7 @@ class Losses:
         return torch.tensor(losses, dtype=torch.float64), torch.tensor(lengths)
 
 
-def print_minutes(folder, tokens, made, scorer):
+def print_forwards(folder, tokens, made, scorer):
     """What is left to do: forwards of rows, tokens, and minutes by a forward timed here.
 
     tokens: {name: tokenised rows}; made: how many faults `Losses` knows. Faults are made of at most
@@ -233,12 +233,12 @@ def noise_table(args):
         print("\n".join(f"{name}, {share:.0%} bad" for name, share in plan))
         return
     for file in (stored, folder / "command.json"):
-        check_command(file, args.command)
+        check_maker(file, args.command)
     if stored.exists():
         print(f"{stored}: finished; remove it to make the table again")
         print_noise(json.loads(stored.read_text())["results"]["report"])
         return
-    write_command(folder / "command.json", args.command)
+    write_maker(folder / "command.json", args.command)
     parts, trusted, losses, scorer = measure(args, given, folder)
     results = {half: {} for half in HALVES}
     files = [("clean", 0.0, ()), *((name, share, kinds) for (name, share), kinds in plan.items())]
@@ -252,7 +252,7 @@ def noise_table(args):
     print_noise(results["report"])
 
 
-def check_command(file, command):
+def check_maker(file, command):
     """`UserError` when the file was made by another command, as its own entry says."""
     made = json.loads(file.read_text())["command"] if file.exists() else command
     if made != command:
@@ -260,8 +260,8 @@ def check_command(file, command):
                         f"({command}); choose another --name, or remove it and what it made")
 
 
-def write_command(file, command):
-    """What `check_command` reads."""
+def write_maker(file, command):
+    """What `check_maker` reads."""
     utils.make_parent(file)
     utils.write_atomic(file, json.dumps({"command": command}) + "\n")
 
@@ -297,11 +297,11 @@ def measure(args, given, folder):
     if trusted := trusted_rows(levels):
         rows["trusted"] = list(enumerate(trusted))
     names = {kind: kind.replace(" ", "_") for kind in rows}
-    tokens = {kind: open_rows(folder, names[kind], [row for _, row in own], scorer)
+    tokens = {kind: saved_rows(folder, names[kind], [row for _, row in own], scorer)
               for kind, own in rows.items()}
     scorer.blank = ranking.blank_prompt(tokens["clean"])
     losses = Losses(scorer.model, folder / "made.jsonl")
-    print_minutes(folder, {names[kind]: own for kind, own in tokens.items()}, len(losses.known),
+    print_forwards(folder, {names[kind]: own for kind, own in tokens.items()}, len(losses.known),
                   scorer)
     parts = {kind: (own, [rows[kind][n][0] for n in own["row_id"][:]],
                     evidence_of(folder, names[kind], own, scorer)) for kind, own in tokens.items()}

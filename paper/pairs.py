@@ -27,15 +27,15 @@ def pairs_table(args):
         raise UserError("pairs: name the rows: --data '--model MODEL --lower pairs.jsonl'")
     folder = Path("runs") / f"pairs_{args.name}"
     given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
-    noise.check_command(folder / "command.json", args.command)
+    noise.check_maker(folder / "command.json", args.command)
     levels, scorer = noise.open_scorer(given)
     answers, sets = read_pairs(given.lower, set(levels.lower["row_id"][:]))
-    noise.write_command(folder / "command.json", args.command)
-    tokens = noise.open_rows(folder, "answers", answers, scorer)
+    noise.write_maker(folder / "command.json", args.command)
+    tokens = noise.saved_rows(folder, "answers", answers, scorer)
     scorer.blank = ranking.blank_prompt(tokens)
     found, trusted = noise.evidence_of(folder, "answers", tokens, scorer), None
     if rows := noise.trusted_rows(levels):
-        trusted = noise.evidence_of(folder, "trusted", noise.open_rows(
+        trusted = noise.evidence_of(folder, "trusted", noise.saved_rows(
             folder, "trusted", rows, scorer), scorer)
     made = ranking.made_faults(noise.Losses(scorer.model, folder / "made.jsonl"), tokens,
                                scorer.ends, found, given.seed)

@@ -22,7 +22,8 @@ from toy import corpus
 
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
            "margin", "refined_logp", "weight", "masked", "generated_at", "ratio", "logps",
-           "old_logps", "reason", "surprise", "end", "relevance", "fluency", "repetition", "echo"]
+           "old_logps", "reason", "surprise", "end", "relevance", "fluency", "slip", "repetition",
+           "echo"]
 
 
 # --- the rule -------------------------------------------------------------------------------------

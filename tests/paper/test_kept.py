@@ -93,7 +93,7 @@ def finished(tmp_path, monkeypatch):
 
     for name, function in (("execute", execute), ("run_all", run_all)):
         monkeypatch.setattr(kept, name, function)
-    monkeypatch.setattr(kept, "print_minutes", lambda *_: None)
+    monkeypatch.setattr(kept, "print_runs", lambda *_: None)
     return tmp_path
 
 
