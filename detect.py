@@ -70,7 +70,6 @@ KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says not
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
-MADE = ("end", "relevance")  # detectors whose bad values are known from made faults
 SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
              "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp),
              "slip": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
