@@ -9,10 +9,11 @@ around an empty question. The end tokens are kept apart from both.
     relevance    M = sum_t (u_t - c_t), over sqrt(T)          another question's       c, u
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
+    slip         the largest -sum of c_t over 3 tokens        one odd place: a wrong   c
+                 in a row                                     number, name, word
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
-    order        sum_t (c_t of y shuffled - c_t of y)         garbled (optional)       c, one more
     guidance     L(theta) - A L(theta_hat)                    contradicts the trusted  a run's
                                                               rows (optional)          last
 
@@ -21,28 +22,31 @@ first in any case and c with it, so the default set costs the forward of u more.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.
- 1. Trusted rows: p-values among those of about the same answer length, with an exponential tail
-    beyond their worst tenth (`surprise`, `banded_surprise`).
- 2. None: faults made from the file's own rows, cut at random places and with answers exchanged, say
-    what bad values of E and M look like. The largest part of the file that they can explain is
-    taken out, the rest is the null (`without_made`). For the loss, Efron's empirical null: the
-    centre of the file, and the spread on its good side (`good_side`). Rows that a fixed scale
-    finds (3) are left out of both.
+ 1. The file's own good rows. Faults made from its rows, cut at random places and with answers
+    exchanged, say what bad values of E and M look like; the largest part of the file that they can
+    explain is taken out (`without_made`). For the losses, an empirical null: the good side of the
+    file and its mirror image (`good_side`), at about the same answer length.
+ 2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
+    exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
+    rows are not quite known: the mean of both surprises counts, -ln p each.
  3. Repetition and echo are zero on most good rows: fixed scales (`SCALES`).
-The surprise of a row is -ln p, its score the largest one over the detectors, and the detector that
-wins is the reason; `unclear` where the runner-up is about as strong.
+What the file suffers from weighs the detectors (`weights`). The score of a row is its largest
+weighted surprise, and the detector that wins is the reason; `unclear` where the runner-up is about
+as strong. A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tenth of the
+made faults (`plausible`).
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
-arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Empirical null: Efron, JASA
-99 (2004); its mode: half samples, Bickel and Fruehwirth 2006. The share that made faults explain:
-the mixture proportion of Blanchard, Lee and Scott, JMLR 11 (2010). Flags: Benjamini and Hochberg
-1995. Exponential tail: peaks over threshold, shape zero. Minhash: Broder 1997.
+arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
+et al. 2025, 2502.01968) scores tokens. Empirical null: Efron, JASA 99 (2004). The share that made
+faults explain: Blanchard, Lee and Scott, JMLR 11 (2010); that tests find: Meinshausen and Rice,
+Annals of Statistics 34 (2006). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
+(2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
 
-Blind spots. A wrong number, name or negation in a fluent answer is invisible to all of them. An
-answer cut at the end of a sentence looks finished to a small model, and the answer to a neighbour's
-question nearly right. What is rare looks bad: see who is flagged by length, language and code.
-Without trusted rows a loss that most rows share *is* the null, and so is a short boilerplate. A row
-cut by a length limit has no end to judge.
+Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
+An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
+nearly right. What is rare looks bad: see who is flagged by length, language and code. Without
+trusted rows a loss or boilerplate that most rows share *is* the null. A row cut by a length limit
+has no end to judge.
 
 Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """
@@ -59,15 +63,16 @@ TAIL = 0.1            # share of the null beyond which its tail is taken as expo
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
+SPAN = 3              # tokens of a slip
 FDR = 0.1             # expected share of good rows among the flagged
-FOREIGN = 0.8         # of the trusted rows, beyond which the middle of good rows is another style
+RARE = 0.02           # share of the file that a detector finds for a start
 KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
-MADE = ("end", "relevance")  # detectors whose bad values are known from made faults
 SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
-             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
+             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp),
+             "slip": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -91,9 +96,10 @@ def fluency(given):
     return -float(given.double().mean()) if len(given) else 0.0
 
 
-def order(given, shuffled):
-    """sum_t c_t of the shuffled answer minus the same of the answer, nats; near zero: garbled."""
-    return float(shuffled.double().sum() - given.double().sum())
+def slip(given, span=SPAN):
+    """-sum of the least likely `span` tokens in a row of the answer's (T,), nats; all of a few."""
+    sums = torch.nn.functional.pad(-given.double().cumsum(0), (1, 0))
+    return float((sums[span:] - sums[:-span]).max()) if len(given) > span else float(sums[-1])
 
 
 def _grams(tokens, size):
@@ -144,33 +150,18 @@ def scaled(name, found):
 
 # --- nulls ----------------------------------------------------------------------------------------
 
-def mode(values):
-    """Where values (n,) are densest: the mean of the shortest half of their shortest half.
-
-    Half samples as Bickel and Fruehwirth take them, but two steps only: down to a few values, a
-    handful of odd rows that are alike would be the mode.
-    """
-    values = values.sort().values
-    for _ in range(2):
-        half = (len(values) + 1) // 2
-        start = int((values[half - 1:] - values[:len(values) - half + 1]).argmin())
-        values = values[start:start + half]
-    return values.mean()
-
-
-def good_side(values, name=None, centre=None):
+def good_side(values, name=None):
     """Efron's empirical null of values (n,) of which some are bad, and bad ones lie above.
 
-    The values up to the centre, and their mirror images above it: a sample (m,), m <= 2 n. On the
-    scale on which a detector is about symmetric: the cube root of E (a gamma-like sum: Wilson and
-    Hilferty), the logarithm of a loss. The centre is the mode; of a loss the median, since the mode
-    of a few hundred losses is poorly determined, and too high a centre costs power alone.
+    The values up to the median, and their mirror images above it, on the scale on which a detector
+    is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
+    a loss. The more rows are bad, the higher the median, which costs power alone.
     """
-    centre = centre or (torch.median if name == "fluency" else mode)
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
-    below = values[values <= centre(values)]
-    return back(torch.cat([below, 2 * centre(values) - below]))
+    middle = values.median()
+    below = values[values <= middle]
+    return back(torch.cat([below, 2 * middle - below]))
 
 
 def surprise(values, null):
@@ -259,46 +250,14 @@ def knows_ends(ends, cut):
     return float(below.double().mean() / 2 / len(ends))
 
 
-def file_null(name, values, made=None):
-    """What good values (m,) of a detector are, from a file's own values (N,), some of them bad.
-
-    made: {"end": (m,), "relevance": (m,)} of `scaled` values of faults made on purpose, see
-    `without_made`; a detector that it lacks takes the good side of the file.
-    """
-    values = values[~values.isnan()]
-    if made is None or name not in made:
-        return good_side(values, name)
-    null, _ = without_made(values, made[name])
-    # About symmetric around its median, and no fault is too sure of its end.
-    return good_side(null, name, torch.median) if name == "end" else null
-
-
-def foreign(found, trusted, made=None):
-    """Detectors under which the trusted rows are of another kind than the file's good rows.
-
-    Half of the file's own null then lies beyond FOREIGN of the trusted rows: a matter of style, not
-    of faults. Its middle decides, since its tail may still hold faults. Arguments of `surprises`.
-    """
-    names = []
-    for name in set(trusted) & set(found) & {"end", "relevance", "fluency", "order"}:
-        values = scaled(name, found)
-        if not values.isnan().all() and not trusted[name].isnan().all():
-            own = file_null(name, values, made)
-            usual = scaled(name, trusted)
-            if own.median() > torch.quantile(usual[~usual.isnan()], FOREIGN):
-                names.append(name)
-    return sorted(names)
-
-
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
-    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, repetition, copied,
-    news, length and, as wanted, order and guidance. A detector that `trusted` lacks is compared
-    with the file's own null, see `file_null` for it and `made`; `foreign` says which to leave out.
-    names: the detectors; None: all that `found` has the numbers for.
+    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
+    copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
+    values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
-    known = ("end", "relevance", "fluency", "repetition", "echo", "order", "guidance")
+    known = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
     names = names or [name for name in known if name in found or name == "echo"]
     surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
                   for name in names if name in SCALES}
@@ -309,36 +268,75 @@ def surprises(found, trusted=None, made=None, names=None):
         values = scaled(name, found)
         if name in SCALES:
             continue
-        if trusted is not None and name in trusted:
-            surprising[name] = banded_surprise(values, found["length"], scaled(name, trusted),
-                                               trusted["length"])
-        elif made is not None and name in made:
-            surprising[name] = surprise(values, file_null(name, values[usual], made))
+        if made is not None and name in made:
+            null, _ = without_made(values[usual], made[name])
+            # No fault is too sure of its end.
+            own = surprise(values, good_side(null, name) if name == "end" else null)
         else:
-            surprising[name] = banded_surprise(values, found["length"], name=name, usual=usual)
+            own = banded_surprise(values, found["length"], name=name, usual=usual)
+        if trusted is not None and name in trusted:
+            own = (own + banded_surprise(values, found["length"], scaled(name, trusted),
+                                         trusted["length"])) / 2
+        surprising[name] = own
     return {name: surprising[name] for name in names}
 
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-def judge(surprising, fdr=FDR):
+def share_found(surprising):
+    """At least this share of the rows (N,) of surprises is bad: what exceeds a null's own tail.
+
+    The largest excess over exp(-t) of the share at or above t, less its standard deviation, for
+    t >= 2, where few good rows are.
+    """
+    values = surprising.sort(descending=True).values
+    above = torch.arange(1, len(values) + 1, dtype=torch.float64) / max(1, len(values))
+    null = (-values.clamp_min(2.0)).exp()
+    excess = (above - null - (null * (1 - null) / max(1, len(values))).sqrt()) / (1 - null)
+    return float(excess.where(values >= 2.0, 0.0).clamp_min(0.0).amax()) if len(values) else 0.0
+
+
+def weights(surprising, found, made=None):
+    """{name: w}, of sum one: which faults this file has decides how much a detector counts.
+
+    In proportion to the share of the file that a detector says is bad, by `without_made` where it
+    has made faults, and RARE. With even weights, one fault in a third of the rows is ranked among
+    the rare good rows of every other detector.
+    """
+    shares = {name: RARE + (without_made(scaled(name, found), made[name])[1]
+                            if name in (made or {}) else share_found(values))
+              for name, values in surprising.items()}
+    return {name: share / sum(shares.values()) for name, share in shares.items()}
+
+
+def plausible(name, found, made=None):
+    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them."""
+    values = scaled(name, found).nan_to_num(-math.inf)
+    known = (made or {}).get(name, values[:0])
+    known = known[~known.isnan()]
+    return values >= (torch.quantile(known, TAIL) if len(known) else -math.inf)
+
+
+def judge(surprising, found, made=None, fdr=FDR):
     """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
 
-    score: the largest surprise, nats. Its p-value is 1 - (1 - exp(-score))^K for K detectors; the
-    rows that Benjamini and Hochberg reject at `fdr` are flagged. reason: the detector that wins,
-    "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A garbled
-    answer has a strange end and fits no question: a fluency below p = 0.01 explains both.
+    score: the largest of surprise + ln w over the detectors, w of `weights`, nats; exp(-score) is
+    a p-value by weighted Bonferroni. Of the rows that are `plausible` those are flagged that
+    Benjamini and Hochberg reject at `fdr`. reason: the detector that wins, "unclear" when the
+    runner-up is within MARGIN, None for a row that is not flagged. A garbled answer has a strange
+    end and fits no question: a fluency below p = 0.01 explains both.
     """
-    names, table = list(surprising), torch.stack(list(surprising.values()), dim=1)
-    score = table.amax(dim=1)
-    chance = -torch.expm1(len(names) * torch.log1p(-(-score).exp().clamp_max(1 - 1e-12)))
+    names, weigh = list(surprising), weights(surprising, found, made)
+    table = torch.stack([surprising[name] + math.log(weigh[name]) for name in names], dim=1)
+    likely = torch.stack([plausible(name, found, made) for name in names], dim=1)
+    chance = (-table.where(likely, -math.inf).amax(dim=1)).exp()
     ordered = chance.sort().values
     level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))
     passed = (ordered <= level).nonzero().flatten()
     flagged = chance <= (ordered[passed[-1]] if len(passed) else -1.0)
     reasons = [_reason(dict(zip(names, row, strict=True))) if bad else None
                for bad, row in zip(flagged.tolist(), table.tolist(), strict=True)]
-    return score, flagged, reasons
+    return table.amax(dim=1), flagged, reasons
 
 
 def _reason(row):

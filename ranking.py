@@ -4,6 +4,7 @@ A ranking file has one line a row, best first: row_id, hash, rank (1 is the best
 """
 
 import collections
+import functools
 import math
 import re
 
@@ -33,11 +34,12 @@ WORST = 3  # examples of each reason
 TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
 # What a reason says about an answer, after a number of rows.
 REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "garbled",
+           "slip": "odd in one place",
            "repetition": "repeating themselves", "echo": "copying the question",
            "guidance": "against the trusted rows", "duplicate": "repeating another row",
            "conflict": "in conflict with another answer", "unclear": "for no clear reason"}
-DETECTORS = ("end", "relevance", "fluency", "repetition", "echo", "guidance")
-EVIDENCE = ("end", "relevance", "fluency", "repetition", "copied", "news", "length", "loss")
+DETECTORS = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
+EVIDENCE = ("end", "relevance", "fluency", "slip", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -252,44 +254,45 @@ def row_evidence(model, rows, ends, blank, label=None):
                 break
             u = u[:len(c)]
             found[place] = torch.tensor([
-                detect.end(end), detect.relevance(c, u), detect.fluency(c),
+                detect.end(end), detect.relevance(c, u), detect.fluency(c), detect.slip(c),
                 detect.repetition(answer), *detect.copied(answer, prompt), len(answer), loss],
                 dtype=torch.float64)
             place += world_size()
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 
-def made_faults(model, rows, ends, found, seed=0):
+def made_faults(losses_of, rows, ends, found, seed=0):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
 
-    Of FAULTS rows, at the price of their forward. end: cut at random between a quarter and three
-    quarters, the row's own end tokens appended. relevance: with the answer of another of these
-    rows; what that answer has behind the blank prompt is known from `found`, the numbers of all
-    rows. All processes do the same.
+    Of FAULTS rows, at the price of their forward: losses_of(rows) is `row_losses` of a model. end:
+    cut at random between a quarter and three quarters, the row's own end tokens appended.
+    relevance: with the answer of another of these rows; what that answer has behind the blank
+    prompt is known from `found`, the numbers of all rows. All processes do the same.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
-    cut, swapped, blanks, parts = [], [], [], []
-    for place, row in zip(places, take(tokens_only(rows), places), strict=True):
+    shares = (0.25 + 0.5 * torch.rand(len(places), generator=generator)).tolist()
+    cut, parts, blanks = [], [], []
+    for place, share, row in zip(places, shares, take(tokens_only(rows), places), strict=True):
         ids, trained = row["input_ids"], row["trained"]
         start = len(ids) - trained[::-1].index(0) if 0 in trained else 1
         stop = len(ids)
         while stop > start and ids[stop - 1] in ends:
             stop -= 1
         if all(trained[start:]) and stop < len(ids) and stop - start >= 4:
-            at = start + int((0.25 + 0.5 * torch.rand(1, generator=generator)) * (stop - start))
-            cut.append(answer_row(ids[:at], ids[stop:]))
+            cut.append(answer_row(ids[:start + int(share * (stop - start))], ids[stop:]))
         if stop > start:
             parts.append((ids[:start], ids[start:stop]))
             blanks.append(found["relevance"][place] - found["fluency"][place] * (stop - start))
-    swapped = [answer_row(prompt, parts[n - 1][1]) for n, (prompt, _) in enumerate(parts)]
-    losses, lengths = row_losses(model, swapped) if len(parts) > 1 else (torch.zeros(0),) * 2
-    relevance = torch.stack(blanks[-1:] + blanks[:-1]) + losses.double() * lengths if len(
-        parts) > 1 else torch.zeros(0, dtype=torch.float64)
-    made = {"relevance": detect.scaled("relevance", {
-        "relevance": relevance, "length": lengths.double()})}
+    made = {"relevance": torch.zeros(0, dtype=torch.float64)}
+    if len(parts) > 1:
+        losses, lengths = losses_of([answer_row(prompt, parts[n - 1][1])
+                                     for n, (prompt, _) in enumerate(parts)])
+        made["relevance"] = detect.scaled("relevance", {
+            "relevance": torch.stack(blanks[-1:] + blanks[:-1]) + losses.double() * lengths,
+            "length": lengths.double()})
     if cut:
-        losses, lengths = row_losses(model, cut)
+        losses, lengths = losses_of(cut)
         made["end"] = losses.double() * lengths
     return made
 
@@ -310,7 +313,8 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
     remember = remember or (lambda compute: compute())
     found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
                                           label="row tests"))
-    made, trusted = made_faults(model, lower, ends, found, seed), None
+    losses, trusted = functools.partial(row_losses, model), None
+    made = made_faults(losses, lower, ends, found, seed)
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = row_evidence(model, take(tokens_only(upper), places), ends, blank_prompt(upper),
@@ -326,8 +330,8 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
 def verdicts(found, trusted, made, text_reasons=()):
     """(surprise (N,) nats, reason [N of REASONS or None], notes) from what `row_evidence` found.
 
-    A row that its text alone flags takes the smallest surprise of the flagged ones: flagged rows
-    are the most surprising ones.
+    Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
+    of theirs, which a row takes that its text alone flags.
     """
     names, notes = [name for name in DETECTORS if name in found or name == "echo"], []
     known = detect.knows_ends(found["end"], made.get("end", found["end"][:0]))
@@ -335,14 +339,10 @@ def verdicts(found, trusted, made, text_reasons=()):
         names.remove("end")
         notes.append("the model does not know where answers end (AUROC of rows cut at random "
                      f"{known:.2f}): ends are not judged")
-    if trusted is not None:
-        foreign = detect.foreign(found, trusted, made)
-        if foreign:
-            notes.append(f"the trusted rows are of another style ({', '.join(foreign)}): there the "
-                         "file itself says what good rows look like")
-        trusted = {name: values for name, values in trusted.items() if name not in foreign}
-    surprise, flagged, reason = detect.judge(detect.surprises(found, trusted, made, names))
+    surprising = detect.surprises(found, trusted, made, names)
+    surprise, flagged, reason = detect.judge(surprising, found, made)
     least = surprise[flagged].min() if flagged.any() else surprise.max()
+    surprise = surprise.where(flagged, surprise.clamp_max(least))
     for place, text in enumerate(text_reasons):
         if text and not reason[place]:
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
@@ -361,7 +361,7 @@ def columns_of_tests(tests, places):
                        for place in tests["reason"][places].tolist()],
             **{name: [None if math.isnan(value) else value
                       for value in tests[name][places].tolist()]
-               for name in ("surprise", "end", "relevance", "fluency", "repetition", "echo")}}
+               for name in ("surprise", *DETECTORS) if name in tests}}
 
 
 def groups_of(prompt, answer, length):

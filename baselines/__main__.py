@@ -21,8 +21,10 @@ from runtime import command, processes
 from toy import corpus
 from utils import UserError
 
-METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests")
-NEEDS_UPPER, NEEDS_MODEL = ("dsir", "less"), ("less", "loss", "ifd", "tests")
+METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests", "joined", "labels",
+           "length-matched")
+NEEDS_UPPER, TESTS = ("dsir", "less"), ("tests", "joined")
+NEEDS_MODEL = ("less", "loss", "ifd", *TESTS)
 # Flags of the training scripts that mean the same here, with their one home there: how rows are
 # read, and these.
 SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
@@ -70,6 +72,8 @@ def add_own_arguments(parser):
     add = parser.add_argument_group("ifd").add_argument
     add("--ifd-order", choices=("aligned", "hard"), default="aligned",
         help="low is best, or the published order: highest below 1 first")
+    add = parser.add_argument_group("length-matched").add_argument
+    add("--like", help="a ranking of the same rows: as many of every length as it keeps")
 
 
 def parse_args(argv=None):
@@ -83,7 +87,7 @@ def parse_args(argv=None):
     toy_run = (first.lower, first.upper, first.model) == (None,) * 3
     if toy_run or first.preset:
         parser.set_defaults(model=str(corpus.MODEL), **TOY)
-    if first.method == "tests":
+    if first.method in TESTS:
         parser.set_defaults(keep_fraction=None)  # the rows that do not look bad
     args = parser.parse_args(argv)
     args.toy = toy_run
@@ -107,6 +111,9 @@ def check_args(args):
         if not args.toy and getattr(args, name) is None and args.method in needed:
             raise UserError(f"--{name} is missing; {args.method} needs it (none of --lower, "
                             "--upper and --model: the embedded toy)")
+    if (args.method == "length-matched") != (args.like is not None):
+        raise UserError("--like names the ranking that length-matched needs; no other method has "
+                        "a use for it")
 
 
 def check_out(args):
@@ -140,6 +147,15 @@ def score_rows(args, levels):
         return scores.random_scores(len(lower), args.seed), {}
     if args.method == "length":
         return scores.length_scores(lower), {}
+    if args.method == "labels":
+        if "bad" not in lower.column_names:
+            raise UserError("labels: the lower rows have no column `bad`")
+        return scores.label_scores(lower, args.seed), {}
+    if args.method == "length-matched":
+        kept = set(ranking.keep_rows(lower, args.like)["row_id"][:])
+        return scores.length_matched_scores(
+            scores.length_scores(lower), torch.tensor([n in kept for n in lower["row_id"][:]]),
+            args.seed), {}
     if args.method == "dsir":
         values, log_weights = dsir_scores(
             lower, levels.upper, num_buckets=args.dsir_buckets, min_words=args.dsir_min_words,
@@ -152,9 +168,11 @@ def score_rows(args, levels):
                                args.four_bit)
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
-    if args.method == "tests":
+    if args.method in TESTS:
         values, columns, tests = score_by_tests(model, models.load_tokenizer(args.model), levels,
                                                 args.seed)
+        if args.method == "joined":
+            values = scores.joined_scores(tests["loss"], tests["surprise"], tests["reason"] >= 0)
         if args.keep_fraction is None:
             args.keep_fraction = (tests["reason"] < 0).double().mean().item()
         return values, columns | {"tests": tests}
@@ -170,7 +188,7 @@ def main(argv=None):
     if args.keep_fraction is not None and not round(args.keep_fraction * len(lower)):
         raise UserError(f"--keep-fraction {args.keep_fraction} of {len(lower)} rows keeps none")
     print(f"{args.method}: {len(lower)} lower rows" + (
-        f", {len(levels.upper)} upper rows" if args.method in (*NEEDS_UPPER, "tests")
+        f", {len(levels.upper)} upper rows" if args.method in (*NEEDS_UPPER, *TESTS)
         and levels.upper is not None else ""), flush=True)
     values, columns = score_rows(args, levels)
     if not torch.isfinite(values).all():

@@ -6,6 +6,10 @@
     ifd      instruction-following difficulty, mean loss given the prompt / mean loss behind the
              blank prompt: Li et al. 2024, s(A|Q) / s(A), as data_by_IFD.py of tianyi-lab/Cherry_LLM
              computes it
+    labels   the rows that are known to be good, in a seeded order: what a perfect ranking keeps
+    joined   rows that look bad last, the most surprising one behind all; the others by loss. The
+             tests find faults, the loss also tells ordinary rows apart (tests.py)
+    length-matched  random, with as many rows of every length as another ranking keeps: `--like`
 
 Deviations:
  1. IFD: low is best. Li et al. keep the *highest* ratios below 1, the hard rows of a set whose
@@ -43,6 +47,34 @@ def length_scores(rows):
 def loss_scores(model, rows):
     """Minus the mean loss over response tokens of every row, (N,) float64, nats."""
     return -row_losses(model, rows, label="loss")[0].double()
+
+
+def label_scores(rows, seed):
+    """Rows without a fault first, (N,) float64; equal ones in a seeded order."""
+    return random_scores(len(rows), seed) - len(rows) * torch.tensor(rows["bad"][:]).double()
+
+
+def joined_scores(losses, surprise, flagged):
+    """Flagged rows last, by surprise, the others by loss, (N,) float64; all (N,)."""
+    return torch.where(flagged, surprise.min() - surprise - losses.max() - 1, -losses)
+
+
+def rank_surprise(values):
+    """-ln of the share of the rows at or above a value, (N,): comparable with a row's surprise."""
+    above = len(values) - torch.searchsorted(values.sort().values, values)
+    return -(above / len(values)).double().log()
+
+
+def length_matched_scores(lengths, kept, seed, bins=10):
+    """Random scores (N,) of which the best sum(kept) have as many of each length as `kept` has.
+
+    lengths, kept (N,). Lengths are alike within one of `bins` bins of equally many rows.
+    """
+    order, scores = random_scores(len(lengths), seed), torch.zeros(len(lengths)).double()
+    for part in lengths.argsort(stable=True).tensor_split(bins):
+        place = order[part].argsort(descending=True).argsort()
+        scores[part] = order[part] + len(lengths) * (place < kept[part].sum())
+    return scores
 
 
 def ifd_ratios(model, rows):

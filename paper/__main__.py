@@ -11,10 +11,12 @@
     python -m paper examples         # their answers side by side
     python -m paper selectors        # known bad rows: which ranking finds them, in what time?
     python -m paper curated          # is the curated set worth it?
+    python -m paper kept             # training on what each ranking keeps
     python -m paper ablations        # what matters and what does not (toy)
     python -m paper controls         # what must come out as nothing (toy)
     python -m paper refine           # do repaired and new answers beat leaving rows out?
     python -m paper noise            # faults made on purpose: which ranking finds them, and why?
+    python -m paper pairs            # fluent pairs: which score sees the worse answer?
     python -m paper readme           # the stored results into README.md and docs/
     python -m paper table1 --scale paper --list      # only print the training commands
 """
@@ -23,7 +25,7 @@ import argparse
 import os
 import shlex
 
-from paper import experiments, noise, refine, rendering, reproduce, small
+from paper import experiments, kept, noise, pairs, refine, rendering, reproduce, small
 from paper.plans import SCALES
 from runtime import command
 from utils import UserError
@@ -33,11 +35,12 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
            "ranking": reproduce.ranking_figure, "qa": reproduce.zero_shot,
            "winrate": reproduce.win_rates, "examples": reproduce.example_answers,
            "selectors": experiments.compare_selectors, "curated": experiments.curated_table,
+           "kept": kept.kept_table,
            "ablations": experiments.ablation_table, "controls": experiments.null_controls,
-           "noise": noise.noise_table, "refine": refine.refine_table,
-           "readme": rendering.render, "small": small.small}
+           "noise": noise.noise_table, "pairs": pairs.pairs_table,
+           "refine": refine.refine_table, "readme": rendering.render, "small": small.small}
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
-       "tokens": ("winrate", "examples"), "keep_fraction": ("curated",),
+       "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"),
        "rows": ("noise", "refine"), "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls", "small")  # --only has nothing to choose there
 
@@ -63,7 +66,7 @@ def parse_args(argv=None):
     add("--prompts", help="winrate, examples: file with instructions (toy: its own puzzles)")
     add("--judge", help="winrate: arguments of its judge, such as '--local MODEL'")
     add("--tokens", type=int, default=256, help="winrate, examples: new tokens an answer")
-    add("--keep-fraction", type=float, default=0.7, help="curated: k over N")
+    add("--keep-fraction", type=float, default=0.7, help="curated, kept: k over N")
     add("--rows", type=int, default=600, help="noise, refine: good rows to spoil (600)")
     args = parser.parse_args(argv)
     given = [name for name in ("data", "train", "online", "select", "only", *OWN)

@@ -91,6 +91,11 @@ KINDS = {"swapped": swapped, "swapped near": swapped, "shuffled": shuffle_words,
          "cut middle": cut_middle, "cut sentence": cut_sentence, "repeated": repeated,
          "echo": echo_prompt, "refusal": refusal, "changed": changed}
 
+# What a row test should say of a fault; elsewhere it is wrong.
+REASONS = {"swapped": ("relevance",), "swapped near": ("relevance",), "shuffled": ("fluency",),
+           "cut middle": ("end",), "cut sentence": ("end",), "repeated": ("repetition",),
+           "echo": ("echo",), "refusal": ("relevance",), "changed": ("slip", "fluency")}
+
 
 def nearest(rows, donors):
     """Of every row the donor whose prompt shares the most words with its own, rare ones most.

@@ -6,24 +6,31 @@ Every good row is scored once as it is and once with each fault (faults.py); a r
 depend on the file around it, so files of any mixture are put together from them. Donors of
 exchanged answers are in no file. The rows are cut into two halves by prompt: thresholds and scales
 were chosen on "develop", figures are quoted from "report". Intervals: 95 %, rows of a file drawn
-anew. Row tests without and with trusted rows; loss, length, IFD (of the answer's tokens) and random
-as `python -m baselines` has them.
+anew. Every number is kept in the run folder, so that a killed command goes on where it stopped. Row
+tests without and with trusted rows; loss, length, IFD (of the answer's tokens) and random as
+`python -m baselines` has them.
 """
 
 import collections
+import json
 import random
 import shlex
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tqdm import tqdm
 
+import batches
 import models
 import ranking
 import utils
 from baselines.__main__ import open_levels
 from baselines.__main__ import parse_args as parse_baseline
+from batches import row_losses
+from data import sets
 from data.tokens import load_rows
 from paper import faults
 from paper.results import save_results
@@ -61,24 +68,81 @@ def faulty_rows(kind, good, donors, seed):
             for place, answer in made if answer]
 
 
-def measure_rankings(folder, name, places, rows, scorer):
-    """(tokenised rows, their places, {number: (n,)}) of some rows; kept in `folder`.
+def saved_rows(folder, name, rows, scorer):
+    """Tokenised rows of the run folder's NAME.jsonl, which is written once.
 
     scorer: a namespace of model, tokenizer, ends, blank and options of `load_rows`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    source, file = folder / f"{name}.jsonl", folder / f"{name}.safetensors"
+    source = folder / f"{name}.jsonl"
     if not source.exists():
+        utils.make_parent(source)
         utils.write_jsonl(source, rows)
-    tokens, _ = load_rows(str(source), scorer["tokenizer"], **scorer["options"])
-    if not file.exists():
-        blank = scorer["blank"] or ranking.blank_prompt(tokens)
-        save_file({key: values.contiguous() for key, values in ranking.row_evidence(
-            scorer["model"], tokens, scorer["ends"], blank, label=name).items()}, file)
-    scorer["blank"] = scorer["blank"] or ranking.blank_prompt(tokens)
-    found = load_file(file) | {"characters": torch.tensor(
+    return load_rows(str(source), scorer.tokenizer, **scorer.options)[0]
+
+
+def evidence_of(folder, name, tokens, scorer):
+    """{number: (n,)} of `ranking.row_evidence`, from the run folder if it is there already."""
+    file, found = folder / f"{name}.safetensors", {}
+    if file.exists():
+        found = load_file(file)
+    if not set(ranking.EVIDENCE) <= set(found):
+        found = {key: values.contiguous() for key, values in ranking.row_evidence(
+            scorer.model, tokens, scorer.ends, scorer.blank, label=name).items()}
+        utils.write_atomic(file, save(found))
+    return found | {"characters": torch.tensor(
         [float(len(text)) for text in tokens["response"][:]], dtype=torch.float64)}
-    return tokens, [places[n] for n in tokens["row_id"][:]], found
+
+
+class Losses:
+    """`row_losses` of a model that remembers, in a file too, every row that it has seen.
+
+    The faults that `ranking.made_faults` makes of a row do not depend on the rows around it, but
+    for the answer that it is given, so that files of the same prompts share most of them.
+    """
+
+    def __init__(self, model, file):
+        self.model, self.file = model, file
+        self.known = {row["hash"]: (row["loss"], row["length"]) for row in (
+            utils.read_jsonl(file) if file.exists() else ())}
+
+    def __call__(self, rows):
+        hashes = [utils.content_hash(str(row["input_ids"]), str(row["trained"])) for row in rows]
+        new = list({key: n for n, key in enumerate(hashes) if key not in self.known}.values())
+        if new:
+            losses, lengths = row_losses(self.model, [rows[n] for n in new])
+            self.known |= {hashes[n]: pair for n, *pair in zip(
+                new, losses.tolist(), lengths.tolist(), strict=True)}
+            utils.write_jsonl(self.file, [{"hash": key, "loss": loss, "length": length}
+                                          for key, (loss, length) in self.known.items()])
+        losses, lengths = zip(*(self.known[key] for key in hashes), strict=True)
+        return torch.tensor(losses, dtype=torch.float64), torch.tensor(lengths)
+
+
+def print_forwards(folder, tokens, made, scorer):
+    """What is left to do: forwards of rows, tokens, and minutes by a forward timed here.
+
+    tokens: {name: tokenised rows}; made: how many faults `Losses` knows. Faults are made of at most
+    FAULTS rows of either half, cut and exchanged, in every version that a row has.
+    """
+    lengths = {name: sets.row_lengths(rows) for name, rows in tokens.items()}
+    answers = {name: torch.tensor([sum(trained) for trained in rows["trained"][:]])
+               for name, rows in tokens.items()}
+    left = [name for name in tokens if not (folder / f"{name}.safetensors").exists()]
+    forwards = 2 * sum(len(lengths[name]) for name in left)
+    count = sum(int((lengths[name] + answers[name]).sum()) + len(scorer.blank) * len(lengths[name])
+                for name in left)
+    versions = sum(len(own) for name, own in lengths.items() if name != "trusted")
+    share = min(1.0, 2 * ranking.FAULTS / len(lengths["clean"]))
+    faults_left = max(0, round(2 * share * versions) - made)
+    count += round(faults_left * float(torch.cat(list(lengths.values())).double().mean()))
+    clean = batches.tokens_only(tokens["clean"])
+    sample = batches.take(clean, range(min(16, len(clean))))
+    row_losses(scorer.model, sample)  # warms up
+    started = time.perf_counter()
+    row_losses(scorer.model, sample)
+    rate = batches.count_tokens(sample) / (time.perf_counter() - started)
+    print(f"at most {forwards + faults_left} forwards of rows, {count} tokens, at {rate:.0f} "
+          f"tokens/s measured here: {count / rate / 60:.1f} minutes", flush=True)
 
 
 def file_of(parts, kinds, share, half, seed):
@@ -118,17 +182,22 @@ def interval(scores, bad, seed):
     return torch.quantile(torch.tensor(values), torch.tensor([0.025, 0.975])).tolist()
 
 
-def judged(found, made, trusted, labels, seed):
-    """{ranking: figures} of one file: AUROC with interval, by kind; what the tests flagged."""
-    bad = torch.tensor([label != "clean" for label in labels])
+def scores_and_verdicts(found, made, trusted, seed):
+    """({ranking: scores (n,), higher is better}, {row tests: verdicts}) of the rows of a file."""
     tests = {"tests": ranking.verdicts(found, None, made)}
     if trusted is not None:
         tests["tests, trusted"] = ranking.verdicts(found, trusted, made)
     blank = found["fluency"] - found["relevance"] / found["length"].clamp_min(1)
-    scores = {name: -verdict[0] for name, verdict in tests.items()} | {
+    return {name: -verdict[0] for name, verdict in tests.items()} | {
         "loss": -found["loss"], "length": found["characters"],
         "IFD": -found["fluency"] / blank.clamp_min(1e-6),
-        "random": torch.rand(len(bad), generator=torch.Generator().manual_seed(seed))}
+        "random": torch.rand(len(blank), generator=torch.Generator().manual_seed(seed))}, tests
+
+
+def judged(found, made, trusted, labels, seed):
+    """{ranking: figures} of one file: AUROC with interval, by kind; what the tests flagged."""
+    bad = torch.tensor([label != "clean" for label in labels])
+    scores, tests = scores_and_verdicts(found, made, trusted, seed)
     figures = {}
     for name, values in scores.items():
         own = figures[name] = {}
@@ -149,43 +218,95 @@ def judged(found, made, trusted, labels, seed):
 
 def noise_table(args):
     """Faults of every kind in files of every share, found by each ranking; results/noise_NAME.json.
+
+    A killed command goes on; a finished table is printed and not made again.
     """
     if not args.data:
         raise UserError("noise: name the rows: --data '--model MODEL --lower good.jsonl [--upper "
                         "trusted.jsonl]'")
     folder = Path("runs") / f"noise_{args.name}"
+    stored = Path("results") / f"{folder.name}.json"
     given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
     plan = {(name, share): kinds for name, kinds in (
         MIXED | {kind: (kind,) for kind in faults.KINDS}).items() for share in SHARES}
     if args.list:
         print("\n".join(f"{name}, {share:.0%} bad" for name, share in plan))
         return
-    levels, tokenizer = open_levels(given), models.load_tokenizer(given.model)
-    good, donors = good_and_donors(levels.lower, args.rows, given.seed)
-    scorer = {"model": models.load_model(given.model, processes.pick_device(given.device),
-                                         given.dtype, given.four_bit),
-              "tokenizer": tokenizer, "ends": ranking.end_ids(tokenizer), "blank": None,
-              "options": {"template": given.template, "max_length": given.max_length,
-                          "cache_dir": given.cache_dir}}
-    parts = {"clean": measure_rankings(folder, "clean", range(len(good)), good, scorer)}
-    for kind in faults.KINDS:
-        places, rows = zip(*faulty_rows(kind, good, donors, given.seed), strict=True)
-        parts[kind] = measure_rankings(folder, kind.replace(" ", "_"), places, rows, scorer)
-    trusted = None
-    if levels.upper is not None:
-        rows = [{"prompt": row["prompt"], "response": row["response"]} for row in
-                levels.upper.select(range(min(ranking.TRUSTED, len(levels.upper))))]
-        trusted = measure_rankings(folder, "trusted", range(len(rows)), rows, scorer)[2]
+    for file in (stored, folder / "command.json"):
+        check_maker(file, args.command)
+    if stored.exists():
+        print(f"{stored}: finished; remove it to make the table again")
+        print_noise(json.loads(stored.read_text())["results"]["report"])
+        return
+    write_maker(folder / "command.json", args.command)
+    parts, trusted, losses, scorer = measure(args, given, folder)
     results = {half: {} for half in HALVES}
     files = [("clean", 0.0, ()), *((name, share, kinds) for (name, share), kinds in plan.items())]
     for number, half in enumerate(HALVES):
         for name, share, kinds in tqdm(files, desc=half):
             tokens, found, labels = file_of(parts, kinds, share, number, given.seed)
-            made = ranking.made_faults(scorer["model"], tokens, scorer["ends"], found, given.seed)
+            made = ranking.made_faults(losses, tokens, scorer.ends, found, given.seed)
             results[half][f"{name}, {share:.0%}"] = judged(found, made, trusted, labels, given.seed)
-    save_results(Path("results") / f"noise_{args.name}.json", args.command, results,
-                 rows=len(good), trusted=0 if trusted is None else len(trusted["end"]))
+    save_results(stored, args.command, results, rows=len(parts["clean"][1]),
+                 trusted=0 if trusted is None else len(trusted["end"]))
     print_noise(results["report"])
+
+
+def check_maker(file, command):
+    """`UserError` when the file was made by another command, as its own entry says."""
+    made = json.loads(file.read_text())["command"] if file.exists() else command
+    if made != command:
+        raise UserError(f"{file}: made by another command ({made}) than the one wanted now "
+                        f"({command}); choose another --name, or remove it and what it made")
+
+
+def write_maker(file, command):
+    """What `check_maker` reads."""
+    utils.make_parent(file)
+    utils.write_atomic(file, json.dumps({"command": command}) + "\n")
+
+
+def open_scorer(given):
+    """(levels, scorer) of the words that --data has; no blank prompt yet."""
+    levels, tokenizer = open_levels(given), models.load_tokenizer(given.model)
+    return levels, SimpleNamespace(
+        model=models.load_model(given.model, processes.pick_device(given.device), given.dtype,
+                                given.four_bit),
+        tokenizer=tokenizer, ends=ranking.end_ids(tokenizer), blank=None,
+        options={"template": given.template, "max_length": given.max_length,
+                 "cache_dir": given.cache_dir})
+
+
+def trusted_rows(levels):
+    """[row] of the trusted rows that are read; none without --upper."""
+    count = 0 if levels.upper is None else min(ranking.TRUSTED, len(levels.upper))
+    return [{"prompt": row["prompt"], "response": row["response"]}
+            for row in (levels.upper.select(range(count)) if count else ())]
+
+
+def measure(args, given, folder):
+    """All numbers that files are put together from: (parts, trusted, losses, scorer).
+
+    parts: {kind or "clean": (tokenised rows, their places, {number: (n,)})}; trusted: {number:
+    (n,)} or None; losses: of made faults.
+    """
+    levels, scorer = open_scorer(given)
+    good, donors = good_and_donors(levels.lower, args.rows, given.seed)
+    rows = {"clean": list(enumerate(good))} | {
+        kind: faulty_rows(kind, good, donors, given.seed) for kind in faults.KINDS}
+    if trusted := trusted_rows(levels):
+        rows["trusted"] = list(enumerate(trusted))
+    names = {kind: kind.replace(" ", "_") for kind in rows}
+    tokens = {kind: saved_rows(folder, names[kind], [row for _, row in own], scorer)
+              for kind, own in rows.items()}
+    scorer.blank = ranking.blank_prompt(tokens["clean"])
+    losses = Losses(scorer.model, folder / "made.jsonl")
+    print_forwards(folder, {names[kind]: own for kind, own in tokens.items()}, len(losses.known),
+                  scorer)
+    parts = {kind: (own, [rows[kind][n][0] for n in own["row_id"][:]],
+                    evidence_of(folder, names[kind], own, scorer)) for kind, own in tokens.items()}
+    trusted = parts.pop("trusted", (None, None, None))[2]
+    return parts, trusted, losses, scorer
 
 
 def print_noise(results):

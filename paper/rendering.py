@@ -12,6 +12,9 @@ words as a shell splits them:
     published            the paper's figures as further columns
     claims               what is claimed about these results, and on how many seeds it was seen
 
+Of noise_NAME one of the words rankings, shares and reasons, of pairs_NAME none: what `python -m
+paper noise` and `pairs` found on the reporting half.
+
 The line that says what a result was made by is always there. A table has at most five columns,
 the first included, and rows of at most 100 characters.
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import utils
 from paper.claims import claims_by_scale
+from paper.faults import REASONS
 from paper.results import LOSSES, RANKS, read_stored
 from paper.statistics import CLAIM_COLUMNS, by_chance, summary_rows
 from utils import UserError
@@ -31,6 +35,7 @@ MOST_COLUMNS, MOST_CHARACTERS = 5, 100
 GLANCE = (("Table 1", "toy_table1", "planted_table1"), ("Table 3", "toy_table3", "redorca_table3"),
           ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", "planted_ranking"),
           ("curated set", "toy_curated", "planted_default_curated"))
+OPTIONAL = ("noise_", "pairs_", "smollm2_")  # hours of a model that is not in every machine's reach
 MARKED = re.compile(r"<!-- begin (?P<words>(?P<name>\S+).*?) -->\n(?P<body>.*?)"
                     r"<!-- end (?P=name) -->", re.DOTALL)
 
@@ -57,6 +62,12 @@ def filled(text, path):
             body = claims_at_a_glance(place)
         elif name == "seen":
             body = "\n".join(markdown_lines(*claims_by_scale(), place))
+        elif name.startswith(OPTIONAL) and not Path("results", f"{name}.json").exists():
+            body = "Not stored yet."
+        elif name.startswith(("noise_", "pairs_")):
+            result = read_stored(name, path)
+            body = "\n".join([*(noise_lines if name.startswith("noise_") else pairs_lines)(
+                result, words, place), "", made_by(result)])
         else:
             body = rendered(read_stored(name, path), words, place)
         return f"<!-- begin {match['words']} -->\n{body}\n<!-- end {name} -->"
@@ -119,8 +130,12 @@ def rendered(result, words, place):
             raise UserError(f"{place}: no such claims are stored with these results")
         lines += ["", *markdown_lines(CLAIM_COLUMNS, claims, place), "",
                   by_chance([claim[1] for claim in claims])]
-    return "\n".join([*lines, "", f"`{result['command']}`, {result['date']}, commit "
-                      f"{result['commit']}, {result['hardware']}, torch {result['torch']}."])
+    return "\n".join([*lines, "", made_by(result)])
+
+
+def made_by(result):
+    return (f"`{result['command']}`, {result['date']}, commit {result['commit']}, "
+            f"{result['hardware']}, torch {result['torch']}.")
 
 
 def columns_of(result, keys, place):
@@ -150,3 +165,78 @@ def table_of(results, columns, place):
             changing.append(number)
     header = ["", *columns.values()]
     return [header[i] for i in changing], [[row[i] for i in changing] for row in rows]
+
+
+# --- row tests ------------------------------------------------------------------------------------
+
+TESTS, WITH_TRUSTED = "tests", "tests, trusted"
+
+
+def noise_lines(result, words, place):
+    """Lines of a Markdown table of one of the kinds `rankings`, `shares`, `reasons`."""
+    report, kinds = result["results"]["report"], {"rankings": ranking_rows, "shares": share_rows,
+                                                  "reasons": reason_rows}
+    if len(words) != 1 or words[0] not in kinds:
+        raise UserError(f"{place}: wanted one of {', '.join(kinds)}")
+    return markdown_lines(*kinds[words[0]](report), place)
+
+
+def files_with(report, share):
+    """{what is wrong with the bad rows: figures by ranking} of the files of one share."""
+    return {file.removesuffix(f", {share}"): figures for file, figures in report.items()
+            if file.endswith(f", {share}")}
+
+
+def ranking_rows(report):
+    """AUROC of each ranking where 30 % of the rows are bad, of the tests with an interval."""
+    rows = []
+    for fault, figures in files_with(report, "30%").items():
+        low, high = figures[WITH_TRUSTED]["interval"]
+        rows.append([fault, f"{figures[TESTS]['auroc']:.3f}",
+                     f"{figures[WITH_TRUSTED]['auroc']:.3f} ({low:.2f}-{high:.2f})",
+                     *(f"{figures[name]['auroc']:.3f}" for name in ("loss", "IFD"))])
+    return ["faults, 30 % of the rows", "tests", "with trusted rows", "loss", "IFD"], rows
+
+
+def share_rows(report):
+    """AUROC of the tests with trusted rows by share of bad rows, and what is flagged at 30 %."""
+    shares, rows = ("5%", "30%", "60%"), []
+    for fault, figures in files_with(report, "30%").items():
+        rows.append([fault, *(f"{files_with(report, share)[fault][WITH_TRUSTED]['auroc']:.3f}"
+                              for share in shares), f"{figures[WITH_TRUSTED]['found']:.0%}"])
+    clean = report["clean, 0%"][WITH_TRUSTED]["clean_flagged"]
+    rows.append(["none: a clean file", "-", "-", "-", f"{clean:.1%}"])
+    return ["faults", *(share.replace("%", " %") for share in shares), "flagged at 30 %"], rows
+
+
+def reason_rows(report):
+    """What the tests with trusted rows call each fault, in the file where 30 % of the rows have it.
+
+    The last row: of all rows that get a named reason, good ones included, how many get the right
+    one.
+    """
+    rows, named, right = [], 0, 0
+    for fault, wanted in REASONS.items():
+        counts = dict(report[f"{fault}, 30%"][WITH_TRUSTED]["reasons"])
+        for label, own in counts.items():
+            own = {reason: n for reason, n in own.items() if reason != "not flagged"}
+            named += sum(n for reason, n in own.items() if reason != "unclear")
+            right += sum(own.get(reason, 0) for reason in wanted if label == fault)
+        own = counts[fault]
+        rows.append([fault, str(sum(own.values())), ", ".join(
+            f"{reason} {n}" for reason, n in sorted(own.items(), key=lambda item: -item[1]))])
+    rows.append(["right, of those with a name", str(named),
+                 f"{right} ({right / max(1, named):.0%})"])
+    return ["fault", "rows", "reasons given"], rows
+
+
+def pairs_lines(result, words, place):
+    """The share of pairs whose worse answer has the worse score, by set."""
+    rows = []
+    for name, own in result["results"].items():
+        best = own[WITH_TRUSTED if WITH_TRUSTED in own else TESTS]
+        low, high = best["interval"]
+        rows.append([f"{name}, {best['pairs']} pairs",
+                     f"{best['share']:.3f} ({low:.2f}-{high:.2f})",
+                     *(f"{own[score]['share']:.3f}" for score in ("loss", "IFD", "length"))])
+    return markdown_lines(["set", "tests", "loss", "IFD", "length"], rows, place)

@@ -64,6 +64,35 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
     assert {row["row_id"] for row in trained.weights} == kept
 
 
+def test_joined_labels_and_length_matched(rank, faulty_labels):
+    """`joined` keeps what is not flagged; the same lengths as it keeps, drawn at random."""
+    joined = rank("joined", faulty_labels)
+    flagged = [row["reason"] is not None for row in joined.ranked]
+    assert flagged == sorted(flagged) and [row["kept"] for row in joined.ranked] == [
+        not bad for bad in flagged]
+    losses = [row["loss"] for row in joined.ranked if row["kept"]]
+    assert losses == sorted(losses) and any(flagged)
+    assert rank("labels", faulty_labels, model=None, out="labels").result["labels/auroc"] == 1
+    matched = rank("length-matched", faulty_labels, model=None, out="matched", like=joined.file,
+                   keep_fraction=1 - sum(flagged) / 40)
+    order = rank("length", faulty_labels, model=None, out="length").scores.argsort(stable=True)
+    for part in order.split(4):
+        one, other = (sum(made.rows[n]["kept"] for n in part) for made in (joined, matched))
+        assert one == other
+
+
+@pytest.fixture
+def faulty_labels(files, tmp_path):
+    """40 rows, of which four repeat themselves and are labelled bad; half have long answers."""
+    files = files(lower=40)
+    rows = [row | {"bad": n < 4, "kind": "repeat" if n < 4 else "clean",
+                   "response": row["response"] + " seven" * (9 if n < 4 else 0)}
+            for n, row in enumerate(read_rows(files["lower"]))]
+    for n in range(20, 40):
+        rows[n]["response"] += " " + " ".join(str(n * m) for m in range(9))
+    return {"lower": write_rows(files["lower"], rows)}
+
+
 def test_without_a_model_no_row_is_dropped_for_its_length(rank, files):
     files = files(lower=6)
     rows = read_rows(files["lower"])
@@ -106,6 +135,9 @@ def test_every_method_runs_on_the_toy(rank):
     ("random", {"keep_fraction": 0}, "--keep-fraction 0.0: must lie in (0, 1]"),
     ("random", {"keep_fraction": 0.01}, "of 12 rows keeps none"),
     ("random", {"out": "."}, "is a folder"),
+    ("labels", {}, "no column `bad`"),
+    ("length-matched", {}, "--like names the ranking that length-matched needs"),
+    ("random", {"like": "x"}, "no other method has a use for it"),
     ("less", {"warmup_fraction": 2}, "--warmup-fraction 2.0"),
     ("less", {"project": -1}, "--project 0 or more"),
     ("less", {"epochs": 0}, "--epochs 0: must be 1 or more"),

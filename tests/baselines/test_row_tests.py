@@ -1,6 +1,7 @@
 """`python -m baselines tests`: the ranking that it writes, and what it prints."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import make_rows, read_rows, write_rows
 import detect
 import models
 import ranking
+from batches import row_losses
 from data import tokens
 from utils import UserError
 
@@ -84,7 +86,7 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
     model, ends = models.load_model(folders["llama"], torch.device("cpu")), {0}
     blank = ranking.blank_prompt(lower)
     found = ranking.row_evidence(model, lower, ends, blank)
-    made = ranking.made_faults(model, lower, ends, found)
+    made = ranking.made_faults(partial(row_losses, model), lower, ends, found)
     assert {name: len(values) for name, values in made.items()} == {"end": 12, "relevance": 12}
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
     rows = [lower[n] for n in order]

@@ -4,9 +4,14 @@ import json
 import random
 
 import pytest
+import torch
 from conftest import make_rows, write_rows
 
-from paper import faults, noise
+import models
+import ranking
+import utils
+from batches import row_losses
+from paper import faults, noise, pairs
 from paper.__main__ import main
 
 ROW = {"prompt": "Why is the sky blue?",
@@ -48,7 +53,9 @@ def test_the_nearest_donor_shares_the_rare_words():
     assert [row["response"] for row in near] == ["b", "a", "a"]
 
 
-def test_the_table_on_a_tiny_model(tmp_path, monkeypatch, folders, capfd, refused):
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, folders):
+    """Words of --data for good rows, donors and trusted rows; three kinds of faults, one share."""
     monkeypatch.chdir(tmp_path)
     kinds = ("swapped", "cut middle", "echo")
     monkeypatch.setattr(faults, "KINDS", {kind: faults.KINDS[kind] for kind in kinds})
@@ -57,14 +64,18 @@ def test_the_table_on_a_tiny_model(tmp_path, monkeypatch, folders, capfd, refuse
     monkeypatch.setattr(noise, "RESAMPLES", 3)
     rows = [row | {"response": row["response"] + " one two three four five six seven"}
             for row in make_rows(90, 1)]
-    data = (f"--model {folders['llama']} --lower {write_rows('good.jsonl', rows)} "
+    return (f"--model {folders['llama']} --lower {write_rows('good.jsonl', rows)} "
             f"--upper {write_rows('trusted.jsonl', make_rows(30, 2))}")
-    main(["noise", "--name", "tiny", "--rows", "40", "--data", data])
+
+
+def test_the_table_on_a_tiny_model(tiny, tmp_path, capfd, refused):
+    main(["noise", "--name", "tiny", "--rows", "40", "--data", tiny])
     stored = json.loads((tmp_path / "results/noise_tiny.json").read_text())
     assert stored["command"].startswith("python -m paper noise") and stored["rows"] == 40
     assert stored["results"].keys() == {"develop", "report"}
     report = stored["results"]["report"]
-    assert list(report) == ["clean, 0%", "all kinds, 30%", *(f"{kind}, 30%" for kind in kinds)]
+    assert list(report) == ["clean, 0%", "all kinds, 30%",
+                            *(f"{kind}, 30%" for kind in faults.KINDS)]
     figures = report["all kinds, 30%"]
     assert list(figures) == ["tests", "tests, trusted", "loss", "length", "IFD", "random"]
     low, high = figures["tests"]["interval"]
@@ -73,6 +84,75 @@ def test_the_table_on_a_tiny_model(tmp_path, monkeypatch, folders, capfd, refuse
     assert sum(sum(own.values()) for own in counts.values()) == 20
     assert sum(counts["clean"].values()) == 14
     assert "auroc" not in report["clean, 0%"]["tests"]
-    assert "reasons in the file of all kinds" in capfd.readouterr().out
-    assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", data]))
+    printed = capfd.readouterr().out
+    assert "reasons in the file of all kinds" in printed
+    forwards = int(printed.split("at most ")[1].split()[0])
+    counts = {file.stem: len(utils.read_jsonl(file))
+              for file in (tmp_path / "runs/noise_tiny").glob("*.jsonl")}
+    made = counts.pop("made")
+    assert 0 < made <= forwards - 2 * sum(counts.values())
+    assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", tiny]))
     assert "name the rows" in refused(lambda: main(["noise"]))
+
+
+def test_a_killed_table_goes_on_and_a_finished_one_stays(tiny, tmp_path, monkeypatch, refused):
+    words = ["noise", "--name", "tiny", "--rows", "40", "--data", tiny]
+    folder, stored = tmp_path / "runs/noise_tiny", tmp_path / "results/noise_tiny.json"
+    calls, judged = [], noise.judged
+
+    def killed(*given):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return judged(*given)
+
+    monkeypatch.setattr(noise, "judged", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(words)
+    (folder / "echo.safetensors").unlink()
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    scored, losses = [], []
+    monkeypatch.setattr(noise, "judged", judged)
+    monkeypatch.setattr(ranking, "row_evidence", lambda *a, label, evidence=ranking.row_evidence: (
+        scored.append(label), evidence(*a))[1])
+    monkeypatch.setattr(noise, "row_losses", lambda model, rows, real=noise.row_losses: (
+        losses.append(len(rows)), real(model, rows))[1])
+    main(words)
+    assert scored == ["echo"] and sum(losses) < 150
+    assert all(file.read_bytes() == old for file, old in before.items()
+               if file.name != "made.jsonl")
+    first = stored.read_text()
+    monkeypatch.setattr(noise, "measure", None)
+    main(words)
+    assert stored.read_text() == first
+    assert "made by another command" in refused(lambda: main([*words, "--rows", "41"]))
+
+
+def test_remembered_losses_are_those_of_the_model(tmp_path, folders):
+    model = models.load_model(folders["llama"], torch.device("cpu"))
+    rows = [{"input_ids": [5, 6, 7, n], "trained": [0, 1, 1, 1]} for n in (8, 9, 8, 10)]
+    for times in range(2):
+        losses = noise.Losses(model if not times else None, tmp_path / "made.jsonl")
+        found = losses(rows)
+        real = row_losses(model, rows)
+        assert torch.allclose(found[0], real[0].double()) and torch.equal(found[1], real[1])
+        assert len(losses.known) == 3
+
+
+def test_pairs_of_answers(tiny, tmp_path, folders, refused):
+    rows = [{"prompt": row["prompt"], "chosen": row["response"], "set": "ab"[n % 2],
+             "rejected": row["response"] + " seven" * 30} for n, row in enumerate(make_rows(24, 3))]
+    words = ["pairs", "--name", "tiny", "--data", f"--model {folders['llama']} --lower "
+             f"{write_rows('pairs.jsonl', rows)} --upper {tmp_path / 'trusted.jsonl'}"]
+    for _ in range(2):  # the second one reads what the first has kept
+        main(words)
+        stored = json.loads((tmp_path / "results/pairs_tiny.json").read_text())
+        assert list(stored["results"]) == ["all", "a", "b"] and stored["pairs"] == 24
+        assert stored["results"]["a"]["loss"]["pairs"] == 12
+        assert stored["results"]["all"]["tests"]["share"] == 1  # they repeat themselves
+        assert stored["results"]["all"]["length"] == {"share": 0, "interval": [0, 0], "pairs": 24}
+    assert [pairs.shares_of(*two) for two in ((2, 1), (1, 1), (1, 2))] == [1, 0.5, 0]
+    assert "name the rows" in refused(lambda: main(["pairs"]))
+    other = write_rows("other.jsonl", [{"question": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(utils.UserError, match="no 'prompt'"):
+        pairs.read_pairs(str(other), {0})

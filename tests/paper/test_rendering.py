@@ -165,3 +165,50 @@ def test_the_stored_results_fit(monkeypatch):
         words = [name, f"'{next(iter(entries['columns']))}'"]
         rendered(" ".join(words + ["claims"] * bool(entries.get("claims"))))
     rendered("claims")
+
+
+def noise_results():
+    """What `python -m paper noise` stores, cut to what is rendered."""
+    def figures(value, reasons):
+        own = {"auroc": value, "interval": [value - 0.1, value + 0.05], "found": 0.5,
+               "clean_flagged": 0.012, "reasons": reasons}
+        return {"tests": own, "tests, trusted": own | {"auroc": value + 0.01},
+                "loss": {"auroc": 0.6}, "IFD": {"auroc": 0.4}}
+
+    report = {"clean, 0%": figures(0, {})}
+    for fault, reasons in rendering.REASONS.items():
+        for share in ("5%", "30%", "60%"):
+            report[f"{fault}, {share}"] = figures(0.8, {
+                fault: {reasons[0]: 6, "unclear": 1, "not flagged": 3},
+                "clean": {"end": 2, "not flagged": 18}})
+    return {"develop": {}, "report": report}
+
+
+def test_row_tests_are_rendered(here):
+    write(here, "noise_t", results=noise_results())
+    header, _, *rows, _, source = rendered("noise_t rankings")
+    assert header == "| faults, 30 % of the rows | tests | with trusted rows | loss | IFD |"
+    assert rows[0] == "| swapped | 0.800 | 0.810 (0.70-0.85) | 0.600 | 0.400 |"
+    assert len(rows) == len(rendering.REASONS) and source.startswith("`python -m paper table1`")
+    header, _, *rows, _, _ = rendered("noise_t shares")
+    assert header == "| faults | 5 % | 30 % | 60 % | flagged at 30 % |"
+    assert rows[0] == "| swapped | 0.810 | 0.810 | 0.810 | 50% |"
+    assert rows[-1] == "| none: a clean file | - | - | - | 1.2% |"
+    _, _, *rows, _, _ = rendered("noise_t reasons")
+    assert rows[3] == "| cut middle | 10 | end 6, not flagged 3, unclear 1 |"
+    named, right = len(rendering.REASONS) * 8, len(rendering.REASONS) * 6
+    assert rows[-1] == f"| right, of those with a name | {named} | {right} (75%) |"
+    for words in ("noise_t", "noise_t other", "noise_t shares reasons"):
+        with pytest.raises(rendering.UserError, match="wanted one of rankings, shares, reasons"):
+            rendered(words)
+
+
+def test_pairs_are_rendered(here):
+    assert rendered("pairs_t") == ["Not stored yet."]
+    own = {name: {"share": 0.5, "interval": [0.4, 0.61], "pairs": 7}
+           for name in ("tests", "loss", "IFD", "length")}
+    write(here, "pairs_t", results={"all": own, "b": own | {"tests, trusted": {
+        "share": 0.7, "interval": [0.6, 0.8], "pairs": 7}}})
+    assert rendered("pairs_t")[2:4] == [
+        "| all, 7 pairs | 0.500 (0.40-0.61) | 0.500 | 0.500 | 0.500 |",
+        "| b, 7 pairs | 0.700 (0.60-0.80) | 0.500 | 0.500 | 0.500 |"]

@@ -1,0 +1,206 @@
+"""Is training on the rows that a ranking keeps worth it? `python -m paper kept`
+
+A fresh model is plainly fine-tuned on all lower rows, and on the share --keep-fraction that each
+ranking keeps. Every run reads as many lower-level tokens, so fewer rows are read more often. The
+held-out loss is of trusted rows that nothing was trained on. One pass of the row tests a seed gives
+all rankings their numbers; each is that of `python -m baselines` under the same name.
+
+    random          a seeded permutation
+    length-matched  random, with as many short and long answers as `joined` keeps
+    tests           the least surprising rows
+    loss            the lowest losses under the base model
+    joined          rows that look bad last, the others by loss
+    joined, sum     the surprise plus -ln of the share of rows with as high a loss
+    labels          the rows that are known to be good
+    omega           the weights of a BDS run; these two only where --only names them
+    joined, omega   rows that look bad last, the others by omega
+"""
+
+import math
+import shlex
+import time
+from pathlib import Path
+
+import torch
+
+import batches
+import models
+import session
+import train_offline
+import utils
+from baselines import scores
+from data import sets
+from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
+from paper.results import UPPER, store
+from paper.running import run_all, slug
+from paper.statistics import (
+    claims_of,
+    measured,
+    print_claims,
+    results_of,
+    summary_rows,
+    with_base,
+)
+from ranking import TRUSTED, rank_rows
+from utils import UserError, table
+
+ALL, SFT = "all rows", f"{OFF} --method sft --skip-scores"
+RANKINGS = ("random", "length-matched", "tests", "loss", "joined", "joined, sum", "labels")
+OF_OMEGA = ("omega", "joined, omega")
+MEASURES = {UPPER: "held-out loss", "bad_share": "bad rows", "rows": "rows", "steps": "steps",
+            "upper_exact": "exact answers"}
+
+
+def kept_table(args):
+    """Held-out loss, share of bad rows and steps after training on what each ranking keeps."""
+    if not 0 < args.keep_fraction < 1:
+        raise UserError(f"--keep-fraction {args.keep_fraction}: must lie between 0 and 1")
+    names = chosen(args, RANKINGS + OF_OMEGA) if args.only else list(RANKINGS)
+    folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
+    if not args.list:
+        print_runs(args, len(names), guided)
+    files_of = execute(args, {ALL: SFT} | ({"BDS": OFF} if guided else {}), folder,
+                       also_rank=("tests",))
+    plan, files = {}, {ALL: files_of[ALL]}
+    for seed in range(args.seeds):
+        if not args.list:
+            weights = files_of["BDS"][seed].with_name("weights.jsonl") if guided else None
+            write_kept(names, files_of["tests"][seed], weights, args.keep_fraction, seed, folder)
+        for name in names:
+            file, command = training_on(args, name, seed, folder, files_of[ALL][seed])
+            plan[file] = command
+            files.setdefault(name, []).append(file)
+    if args.list:
+        print("\n".join(f"python {command}" for command in plan.values()))
+        return
+    run_all(plan, args.workers)
+    results = results_of(files)
+    for name, runs in results.items():
+        for seed, run in enumerate(runs):
+            run |= what_was_read(files[name][seed], name, seed, folder, files_of["tests"][seed])
+    report(args, results)
+
+
+def report(args, results):
+    """The table and the claims, printed and stored."""
+    columns = measured(MEASURES, results)
+    print("\na fresh base fine-tuned on each set, equal tokens")
+    print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
+    claims = claims_of([
+        (f"{name} is better than {other}", name, other, UPPER)
+        for name in ("joined", "joined, sum", "joined, omega")
+        for other in (ALL, "random", "length-matched", "tests", "loss", "omega")], results)
+    print_claims(claims, "loss")
+    store(args, results, columns, claims=claims)
+
+
+# --- rankings -------------------------------------------------------------------------------------
+
+def kept_file(folder, name, seed):
+    return folder / "kept" / f"{slug(name)}-{seed}.jsonl"
+
+
+def rankings_of(names, rows, weights, share, seed):
+    """{name: scores (N,), higher is better} of the rows of a ranking by tests, in its order.
+
+    weights: of a BDS run by row_id, or None; share: what is kept of `joined` for its lengths.
+    """
+    def column(name):
+        return torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
+
+    surprise, loss = column("surprise"), column("loss")
+    bad = torch.tensor([row["reason"] is not None for row in rows])
+    joined = scores.joined_scores(loss, surprise, bad)
+    found = {"random": scores.random_scores(len(rows), seed), "tests": column("score"),
+             "loss": -loss, "joined": joined,
+             "joined, sum": -surprise - scores.rank_surprise(loss)}
+    found["length-matched"] = scores.length_matched_scores(
+        column("length"), rank_rows(joined) <= round(share * len(rows)), seed)
+    if "labels" in names:
+        if "bad" not in rows[0]:
+            raise UserError("kept: the lower rows have no column `bad`; leave labels out of --only")
+        found["labels"] = found["random"] - len(rows) * column("bad")
+    if weights is not None:
+        found["omega"] = torch.tensor([weights[row["row_id"]] for row in rows]).double()
+        found["joined, omega"] = scores.joined_scores(-found["omega"], surprise, bad)
+    return found
+
+
+def write_kept(names, tests, weights, share, seed, folder):
+    """The ranking file of every name, from the ranking by tests and a BDS run's weights.jsonl."""
+    rows = sorted(utils.read_jsonl(tests), key=lambda row: row["row_id"])
+    weights = weights and {row["row_id"]: row["weight"] for row in utils.read_jsonl(weights)}
+    found = rankings_of(names, rows, weights, share, seed)
+    for name in names:
+        file, ranks = kept_file(folder, name, seed), rank_rows(found[name]).tolist()
+        utils.make_parent(file)
+        utils.write_jsonl(file, [
+            {"row_id": row["row_id"], "hash": row["hash"], "rank": rank,
+             "kept": rank <= round(share * len(rows))}
+            for row, rank in zip(rows, ranks, strict=True)])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+def training_on(args, name, seed, folder, whole):
+    """(result file, command) of a run on the rows that a ranking keeps; whole: all rows' result."""
+    scale = setting(args)
+    parts = {part: words_of(scale[part]) for part in ("data", "train", "online")}
+    out = folder / "kept" / slug(name) / f"seed-{seed}"
+    budget = budget_of(whole.parent) if whole.exists() else "TOKENS"
+    words = training_words(args, parts, SFT, None)
+    return out / "result.json", shlex.join(
+        [*words, "--keep", str(kept_file(folder, name, seed)), "--token-budget", str(budget),
+         "--seed", str(seed), "--out", str(out)])
+
+
+def what_was_read(file, name, seed, folder, tests):
+    """{"steps", and "bad_share" of the rows that were trained on, where it is known}."""
+    rows = {row["row_id"]: row for row in utils.read_jsonl(tests)}
+    found = {"steps": utils.read_jsonl(file.with_name("metrics.jsonl"))[-1]["step"] + 1}
+    kept = rows if name == ALL else [row["row_id"] for row in utils.read_jsonl(
+        kept_file(folder, name, seed)) if row["kept"]]
+    if all("bad" in row for row in rows.values()):
+        found["bad_share"] = sum(rows[row_id]["bad"] for row_id in kept) / len(kept)
+    return found
+
+
+def print_runs(args, count, guided):
+    """Runs times minutes, from one step and one forward timed here, on the one thread of a run."""
+    words = words_of(*(setting(args)[part] for part in ("data", "train")))
+    run = session.plan(train_offline.parse_args(["--method", "sft", *words]))
+    step, forward = measured_rates(run)
+    tokens = {name: int(sets.row_lengths(rows).sum())
+              for name, rows in session.row_sets(run.levels).items()}
+    held_out = sum(tokens[name] for name in tokens if name.endswith("heldout"))
+    looks = 1 + math.ceil(run.args.epochs / args.keep_fraction)  # at held-out rows, twice each
+    each = run.args.epochs * tokens["lower"] / step + 2 * looks * held_out / forward
+    trusted = tokens.get("upper", 0) * min(1, TRUSTED / max(1, len(run.upper or ())))
+    tests = 2 * (tokens["lower"] + trusted) / forward
+    # BDS reads as much of the trusted rows, has a second adapter, and tests the rows once more.
+    total = args.seeds * ((1 + count + 3 * guided) * each + (1 + guided) * tests) / args.workers
+    print(f"measured here, one thread: forward {forward:.0f}, LoRA step {step:.0f} tokens/s\n"
+          f"{args.seeds} seeds x {1 + count} runs x {each / 60:.1f} minutes, and the tests"
+          + (" and BDS" if guided else "") + f"; {args.workers} at a time: about "
+          f"{max(1, round(total / 60))} minutes", flush=True)
+
+
+def measured_rates(run):
+    """Tokens a second of (a LoRA step, a forward) on one thread; the first of two calls warms up.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    args, rates = run.args, []
+    model = models.add_lora(models.load_model(args.model, run.device, args.dtype), args.lora_rank,
+                            args.lora_alpha)
+    theta = [p for p in model.parameters() if p.requires_grad]
+    batch = batches.take(run.lower, range(min(args.micro_batch, run.num_rows)))
+    for call in (lambda: train_offline.descend(
+            model, theta, torch.optim.Adam(theta, lr=0.0), [], batch, torch.ones(len(batch)), 1.0,
+            clip=1.0, micro_batch=len(batch)), lambda: batches.row_losses(model, batch)):
+        call()
+        started = time.perf_counter()
+        call()
+        rates.append(batches.count_tokens(batch) / (time.perf_counter() - started))
+    torch.set_num_threads(threads)
+    return rates

@@ -1,0 +1,84 @@
+"""Pairs of fluent answers, one better than the other: which score sees the worse one?
+
+    python -m paper pairs --name 6m --data "--model MODEL --lower pairs.jsonl --upper trusted.jsonl"
+
+The rows have prompt, chosen, rejected and, in a column `set`, where they come from. Both answers
+are fluent, unlike the faults of `python -m paper noise`, so these figures stand apart: the share of
+pairs whose worse answer has the worse score, ties one half, with the 95 % interval of pairs drawn
+anew. The row tests see all answers as one file, half of them bad.
+"""
+
+import shlex
+from pathlib import Path
+
+import torch
+
+import ranking
+from baselines.__main__ import parse_args as parse_baseline
+from data import sources
+from paper import noise
+from paper.results import save_results
+from utils import UserError, table
+
+
+def pairs_table(args):
+    """Shares of pairs by set and ranking; results/pairs_NAME.json."""
+    if not args.data:
+        raise UserError("pairs: name the rows: --data '--model MODEL --lower pairs.jsonl'")
+    folder = Path("runs") / f"pairs_{args.name}"
+    given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
+    noise.check_maker(folder / "command.json", args.command)
+    levels, scorer = noise.open_scorer(given)
+    answers, sets = read_pairs(given.lower, set(levels.lower["row_id"][:]))
+    noise.write_maker(folder / "command.json", args.command)
+    tokens = noise.saved_rows(folder, "answers", answers, scorer)
+    scorer.blank = ranking.blank_prompt(tokens)
+    found, trusted = noise.evidence_of(folder, "answers", tokens, scorer), None
+    if rows := noise.trusted_rows(levels):
+        trusted = noise.evidence_of(folder, "trusted", noise.saved_rows(
+            folder, "trusted", rows, scorer), scorer)
+    made = ranking.made_faults(noise.Losses(scorer.model, folder / "made.jsonl"), tokens,
+                               scorer.ends, found, given.seed)
+    scores, _ = noise.scores_and_verdicts(found, made, trusted, given.seed)
+    place = {row_id: n for n, row_id in enumerate(tokens["row_id"][:])}
+    both = [n for n in range(len(sets)) if {2 * n, 2 * n + 1} <= set(place)]  # none was too long
+    right = {name: torch.tensor([shares_of(values[place[2 * n]], values[place[2 * n + 1]])
+                                 for n in both]) for name, values in scores.items()}
+    names = ["all", *sorted(set(sets))]
+    results = {name: {method: share_and_interval(values[torch.tensor(
+        [name in ("all", sets[n]) for n in both])], given.seed)
+        for method, values in right.items()} for name in names}
+    save_results(Path("results") / f"pairs_{args.name}.json", args.command, results,
+                 pairs=len(both), trusted=0 if trusted is None else len(trusted["end"]))
+    print(table(["worse answer found", "pairs", *right], [
+        [name, own["loss"]["pairs"], *(f"{own[m]['share']:.3f} ({own[m]['interval'][0]:.2f}-"
+                                       f"{own[m]['interval'][1]:.2f})" for m in right)]
+        for name, own in results.items()]))
+
+
+def read_pairs(source, usable):
+    """(answers, sets): two rows a pair, the better one first, and the pair's set; `usable` row_ids.
+    """
+    answers, names = [], []
+    rows = (row for part in sources.find_parts(source) for row in sources.read_part(part, source))
+    for row_id, (place, row) in enumerate(rows):
+        if missing := [key for key in ("prompt", "chosen", "rejected") if key not in row]:
+            raise UserError(f"{place}: no {missing[0]!r}; pairs have prompt, chosen and rejected")
+        if row_id in usable:
+            answers += [{"prompt": row["prompt"], "response": row[key]}
+                        for key in ("chosen", "rejected")]
+            names.append(str(row.get("set", "all")))
+    return answers, names
+
+
+def shares_of(better, worse):
+    """1.0 where the better answer has the higher score, 0.5 for a tie."""
+    return float(better > worse) + 0.5 * float(better == worse)
+
+
+def share_and_interval(right, seed):
+    """{"share", "interval", "pairs"} of (n,) numbers 0, 0.5, 1."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(right), (noise.RESAMPLES, len(right)), generator=generator)
+    interval = torch.quantile(right[drawn].mean(dim=1), torch.tensor([0.025, 0.975]))
+    return {"share": float(right.mean()), "interval": interval.tolist(), "pairs": len(right)}
