@@ -66,6 +66,15 @@ def trusted_to_train(folder, tokenizer, max_length):
     utils.write_jsonl(folder / "train.jsonl", (all_rows[row_id] for row_id in wanted))
 
 
+def write_mask(folder, tokenizer, max_length):
+    """mask.jsonl: a ranking of lower.jsonl that keeps its good rows."""
+    rows, _ = load_rows(str(folder / "lower.jsonl"), tokenizer, max_length=max_length)
+    bad, ids, hashes = (rows[name][:] for name in ("bad", "row_id", "hash"))
+    utils.write_jsonl(folder / "mask.jsonl", (
+        {"row_id": ids[n], "hash": hashes[n], "rank": rank, "kept": not bad[n]}
+        for rank, n in enumerate(sorted(range(len(bad)), key=lambda n: bad[n]), 1)))
+
+
 def toy_rows(folder, seed, noise):
     """(words that name the rows, {arm: words that replace some})."""
     write_toy_rows(folder, seed, f"--noise {noise}")
@@ -115,7 +124,9 @@ def text_rows(folder, seed, args, words):
                        ("upper_heldout", read(given.pop("--upper-heldout"), HELD_OUT)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
         utils.write_jsonl(folder / f"{name}.jsonl", rows)
-    trusted_to_train(folder, tokenizer, int(given.get("--max-length", 2048)))
+    max_length = int(given.get("--max-length", 2048))
+    trusted_to_train(folder, tokenizer, max_length)
+    write_mask(folder, tokenizer, max_length)
     words = [word for name in ("lower", "upper", "upper_heldout", "lower_heldout")
              for word in (f"--{name.replace('_', '-')}", str(folder / f"{name}.jsonl"))]
     return [*words, *(word for pair in given.items() for word in pair)], {
@@ -131,50 +142,46 @@ ARMS = {"drop": "--refine drop", "generate": "--refine generate", "accept": "--r
 
 
 def arms_of(args, name, seed):
-    """({ranking file: command}, {arm: (result file, command)}) of one setting and seed."""
+    """{arm: (result file, command)} of one setting and seed; writes its rows."""
     folder = Path("runs") / args.name / "refine" / slug(name)
-    rows, rankings = folder / "rows" / f"seed-{seed}", {}
+    rows = folder / "rows" / f"seed-{seed}"
     if args.scale == "toy":
         noise = float(name.removesuffix("% bad")) / 100
         words, replaced = toy_rows(rows, seed, noise)
         common = [*words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
     else:
         words, replaced = text_rows(rows, seed, args, words_of(setting(args)["data"]))
-        mask = rows / "mask.jsonl"
-        rankings[mask] = shlex.join(["-m", "baselines", "labels", *words, "--keep-fraction",
-                                     str(1 - SPOILT), "--seed", str(seed), "--out", str(mask)])
-        common = ["--mask", str(mask), *words_of(TEXT)]
+        common = ["--mask", str(rows / "mask.jsonl"), *words_of(TEXT)]
     runs = {}
     for arm, flags in ARMS.items():
         out = folder / slug(arm) / f"seed-{seed}"
         runs[arm] = out / "result.json", shlex.join(
             [ON, *words, *common, *words_of(args.train or ""), *words_of(flags),
              *replaced.get(arm, []), "--seed", str(seed), "--out", str(out)])
-    return rankings, runs
+    return runs
 
 
 def refine_table(args):
     """Every arm of every setting over fresh seeds; results/NAME_refine.json."""
     if args.scale == "paper":
         raise UserError("refine: --scale toy or small")
-    names = [f"{noise:.0%} bad" for noise in NOISES] if args.scale == "toy" else ["text"]
-    names = chosen(args, names)
+    settings = [f"{noise:.0%} bad" for noise in NOISES] if args.scale == "toy" else ["text"]
+    wanted = chosen(args, [*settings, *ARMS])
+    names = [name for name in settings if name in wanted] or settings
+    arms = [arm for arm in ARMS if arm in wanted] or list(ARMS)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
     plans = {(name, seed): arms_of(args, name, seed) for name in names for seed in seeds}
-    commands = {file: command for _, runs in plans.values() for file, command in runs.values()}
+    commands = dict(plan[arm] for plan in plans.values() for arm in arms)
     if args.list:
-        print("\n".join(f"python {command}" for rankings, runs in plans.values() for command in
-                        [*rankings.values(), *(command for _, command in runs.values())]))
+        print("\n".join(f"python {command}" for command in commands.values()))
         return
     print(f"{sum(not file.exists() for file in commands)} runs to go, {args.workers} at a time",
           flush=True)
-    run_all({file: command for rankings, _ in plans.values()
-             for file, command in rankings.items()}, args.workers)
     run_all(commands, args.workers)
     results = {}
     for name in names:
-        own = {arm: [measured_run(plans[name, seed][1][arm][0].parent) for seed in seeds]
-               for arm in ARMS}
+        own = {arm: [measured_run(plans[name, seed][arm][0].parent) for seed in seeds]
+               for arm in arms}
         columns = measured(MEASURES | OWN, own)
         print(f"\n{name}")
         print(table(["masked rows", *columns.values()], summary_rows(own, columns)))
@@ -186,7 +193,8 @@ def refine_table(args):
         for first, than in (
             ("right answers", "drop"), ("accept", "drop"), ("accept", "drop, same"),
             ("accept", "random"), ("accept", "generate"), ("generate", "drop"))], results)
-    print_claims(claims, "loss")
+    if claims:
+        print_claims(claims, "loss")
     store(args, results, MEASURES | OWN, claims=claims, seeds=list(seeds))
 
 
