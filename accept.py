@@ -27,6 +27,9 @@ Right means: word for word. So `continue` and `generate` write answers of at mos
 longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
 question with a longer answer is asked as well: a short answer to it is wrong.
 
+The trials of `search` offer every other row its own answer. In a file that holds fewer of them
+more of what is accepted is wrong: up to the accept rate of the rows without theirs.
+
 Other margins were measured and are worse: agreement of samples, and the log-prob under the guided
 model less that under the base (docs/tried.md).
 """
