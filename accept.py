@@ -491,9 +491,17 @@ def print_gates(gates):
 
 
 def rewrite(run, places, sampling):
-    """What `curate.refine` returns, for the answers that this file would accept now."""
+    """What `curate.refine` returns, for the answers that this file would accept now.
+
+    An answer that was found is given as its row has it, whole where --max-length cut its tokens.
+    """
     decisions, metrics = repair(run, places, sampling, "curated")
-    return {place: {key: made[key] for key in ("margin", "way", "source", "why")} | (
-        {"refined": run.text_of(made["tokens"]), "recommended": "refined"}
-        if made["way"] in WAYS else {"refined": None, "recommended": "original"})
-        for place, made in zip(places, decisions, strict=True)}, metrics
+    place_of = {row_id: place for place, row_id in enumerate(run.levels.lower["row_id"][:])}
+    refined = {}
+    for place, made in zip(places, decisions, strict=True):
+        text = run.text_of(made["tokens"]) if made["way"] in WAYS else None
+        if made["source"] is not None:
+            text = run.levels.lower[place_of[made["source"]]]["response"]
+        refined[place] = {"refined": text, "recommended": "refined" if text else "original",
+                          **{key: made[key] for key in ("margin", "way", "source", "why")}}
+    return refined, metrics

@@ -116,7 +116,7 @@ def check_refreshes(args, run):
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     if num_masked == 0:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
+        raise UserError(f"--mask {args.mask} --ratio-masked {args.ratio_masked}: no row is masked")
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, flags, make_rows, make_tokenizer, read_rows, write_rows
+from datasets import Dataset
 from test_lesson import in_glossary
 
 import accept
@@ -469,7 +470,7 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
         assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == masked
         assert all(step["masked_share"] == pytest.approx(5 / 14) for step in run.metrics)
     # As many rows as a random mask of that share: only the choice differs.
-    for kept, line in ((lambda n: True, r"--mask .*mask.jsonl --ratio-masked 0.3: masks none"),
+    for kept, line in ((lambda n: True, r"--mask .*mask.jsonl --ratio-masked 0.3: no row is"),
                        (lambda n: False, r"mask.jsonl: keeps none of the 14 lower rows")):
         mask_of(rows, kept)
         assert re.search(line, refused(lambda: online(paths, out="x", **options)))
@@ -485,7 +486,7 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
              r"prompts each, at least 10: give 40 or more, or use --refine drop"),
     (39, {"refine": "random"}, r"--refine random: 39 trusted rows"),
     (60, {"upper_limit": 20}, r"--refine accept: 20 trusted rows"),
-    (60, {"ratio_masked": 0.01}, r"--ratio-masked 0.01: masks none of 12 rows"),
+    (60, {"ratio_masked": 0.01}, r"--ratio-masked 0.01: no row is masked"),
     (60, {"max_new_tokens": 126}, r"--max-new-tokens 126: behind the longest prompt")],
     ids=lambda value: None if isinstance(value, str) else str(value))
 def test_bad_input(online, files, refused, upper, changes, line):
@@ -656,3 +657,16 @@ def test_the_toy_is_repaired(capfd, tmp_path):
     assert sum(right) / len(right) == result["refined/precision"]
     keys = set(result) | set(curated[0]) | {key for step in steps for key in step}
     assert not {key for key in keys if not in_glossary(key)}
+
+
+def test_a_found_answer_is_given_whole(monkeypatch):
+    """Training cuts an answer at --max-length; the curated set has the text of its own row."""
+    made = {"margin": 1.0, "way": "search", "source": 8, "tokens": [1], "why": "w", "weight": 0.9}
+    others = [made | {"way": way, "source": None} for way in ("generate", "prefix", None)]
+    monkeypatch.setattr(accept, "repair", lambda *rest: ([made, *others], {}))
+    lower = Dataset.from_list([{"row_id": 5, "response": "no"}, {"row_id": 8, "response": "all"}])
+    run = SimpleNamespace(levels=SimpleNamespace(lower=lower), text_of=lambda tokens: "cut")
+    found, _ = accept.rewrite(run, [0, 1, 2, 3], {})
+    assert [found[p]["refined"] for p in range(4)] == ["all", "cut", None, None]
+    assert [found[p]["recommended"] for p in range(4)] == ["refined"] * 2 + ["original"] * 2
+    assert found[0]["source"] == 8 and found[0]["way"] == "search" and found[0]["why"] == "w"
