@@ -498,7 +498,7 @@ def test_window_and_all_train_the_same(online, files, adapters, spied, monkeypat
         assert sum(step.get("answers", 0) for step in run.metrics) == counts[kind]
     if mask == "static":  # every masked row is read once an epoch
         assert counts["all"] == 3 * counts["window"]
-    assert ("R 0.5 x 24 rows = 12 masked; a refresh every 2 steps answers about 4 of them 2 times"
+    assert ("12 rows masked; a refresh every 2 steps answers about 4 of them 2 times"
             ) in runs["window"].text
     print(mask, counts)
 
