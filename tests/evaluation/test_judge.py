@@ -247,8 +247,11 @@ def pairs(count):
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
-def test_ctrl_c_does_not_wait_for_a_server(serve, tmp_path, parallel):
+def test_ctrl_c_does_not_wait_for_a_server(serve, tmp_path, parallel, request):
     """While every thread obeys a Retry-After."""
+    # A shell that starts the tests in the background makes Python ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     def respond(handler):
         handler.send(429, "slow down", Retry_After="20")
         if len(handler.server.asked) == parallel:
