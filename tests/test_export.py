@@ -97,7 +97,8 @@ def test_formats_by_hand(tmp_path, capsys, layout):
                    {"instruction": "transcript", "input": "", "output": "5"}],
         "prompt-completion": [{"prompt": [user], "completion": [reply]},
                               {"prompt": turns[:-1], "completion": [five]}],
-        "messages": [{"messages": [user, reply]}, {"messages": [*turns[:-1], five]}]}[layout]
+        "messages": [{"messages": [user, reply]}, {"messages": [*turns[:-1], five]}],
+        "pairs": [{"prompt": turns[:-1], "chosen": [five], "rejected": turns[-1:]}]}[layout]
     told = capsys.readouterr().out
     assert ("1 rows are conversations" in told) == (layout == "alpaca")
     assert turns[-1]["content"] == "4", "the line itself is unchanged"
