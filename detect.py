@@ -30,17 +30,18 @@ rows a frequent fault hides itself.
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
  3. Repetition and echo are zero on most good rows: fixed scales (`SCALES`).
-What the file suffers from weighs the detectors (`weights`). The score of a row is its largest
-weighted surprise, and the detector that wins is the reason; `unclear` where the runner-up is about
-as strong. A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tenth of the
-made faults (`plausible`).
+What the file suffers from weighs the detectors: a mixture of good rows and of each fault is fitted
+to the surprises (`fit_causes`). The score of a row is its log odds of having a fault. The detector
+with the largest weighted surprise is the reason; `unclear` where the runner-up is about as strong.
+A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tenth of the made faults
+(`plausible`).
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
 arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
 et al. 2025, 2502.01968) scores tokens. Empirical null: Efron, JASA 99 (2004). The share that made
-faults explain: Blanchard, Lee and Scott, JMLR 11 (2010); that tests find: Meinshausen and Rice,
-Annals of Statistics 34 (2006). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
-(2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
+faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Log odds of a mixture: local false discovery
+rates, Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika
+93 (2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
 
 Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
@@ -64,8 +65,9 @@ BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
 SPAN = 3              # tokens of a slip
-FDR = 0.1             # expected share of good rows among the flagged
-RARE = 0.02           # share of the file that a detector finds for a start
+FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
+RARE = 0.02           # the least share of the file that has each fault
+FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
 KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
@@ -221,6 +223,8 @@ def without_made(values, made):
     S_0 = (S - pi S_made) / (1 - pi), made monotone, is the rest. Returns (its quantiles, pi).
     """
     values, made = (x[~x.isnan()].sort().values for x in (values, made))
+    if not len(values) or not len(made):
+        return values, 0.0
 
     def above(sample, at):
         return 1 - torch.searchsorted(sample, at).double() / len(sample)
@@ -264,6 +268,7 @@ def surprises(found, trusted=None, made=None, names=None):
     usual = torch.ones(len(found["length"]), dtype=torch.bool)
     for values in surprising.values():
         usual &= values < GARBLED  # what the text alone shows to be bad is no part of a null
+    usual |= not usual.any()
     for name in names:
         values = scaled(name, found)
         if name in SCALES:
@@ -283,30 +288,30 @@ def surprises(found, trusted=None, made=None, names=None):
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-def share_found(surprising):
-    """At least this share of the rows (N,) of surprises is bad: what exceeds a null's own tail.
+def fit_causes(surprising, rounds=50):
+    """(w (D,), mu (D,)) of D detectors: the share of rows that each fault has, its mean surprise.
 
-    The largest excess over exp(-t) of the share at or above t, less its standard deviation, for
-    t >= 2, where few good rows are.
+    surprising: (N, D) of `surprises`. Maximum likelihood, by expectation and maximisation: a row is
+    good, and its surprises exponential with mean one, as -ln p is; or it has one fault, and that
+    detector's surprise has mean mu. A row that one fault explains says nothing about another, which
+    a swapped answer, surprising all over, would otherwise do. RARE is the least w; FAULTY begins mu
+    and counts as FEW rows.
     """
-    values = surprising.sort(descending=True).values
-    above = torch.arange(1, len(values) + 1, dtype=torch.float64) / max(1, len(values))
-    null = (-values.clamp_min(2.0)).exp()
-    excess = (above - null - (null * (1 - null) / max(1, len(values))).sqrt()) / (1 - null)
-    return float(excess.where(values >= 2.0, 0.0).clamp_min(0.0).amax()) if len(values) else 0.0
+    share = torch.full((surprising.shape[1],), RARE, dtype=surprising.dtype)
+    mean = torch.full_like(share, FAULTY)
+    for _ in range(rounds):
+        odds = log_odds(surprising, share, mean)
+        has = torch.cat([torch.zeros_like(odds[:, :1]), odds], dim=1).softmax(dim=1)[:, 1:]
+        share = (has.sum(dim=0) / max(1, len(odds))).clamp_min(RARE)
+        mean = ((has * surprising).sum(dim=0) + FAULTY * FEW) / (has.sum(dim=0) + FEW)
+        mean = mean.clamp(*MEANS)
+    return share, mean
 
 
-def weights(surprising, found, made=None):
-    """{name: w}, of sum one: which faults this file has decides how much a detector counts.
-
-    In proportion to the share of the file that a detector says is bad, by `without_made` where it
-    has made faults, and RARE. With even weights, one fault in a third of the rows is ranked among
-    the rare good rows of every other detector.
-    """
-    shares = {name: RARE + (without_made(scaled(name, found), made[name])[1]
-                            if name in (made or {}) else share_found(values))
-              for name, values in surprising.items()}
-    return {name: share / sum(shares.values()) for name, share in shares.items()}
+def log_odds(surprising, share, mean):
+    """(N, D): log odds of each fault against none, of surprises (N, D) and `fit_causes`."""
+    good = (1 - share.sum()).clamp_min(0.05)
+    return (share / mean / good).log() + surprising * (1 - 1 / mean)
 
 
 def plausible(name, found, made=None):
@@ -320,23 +325,27 @@ def plausible(name, found, made=None):
 def judge(surprising, found, made=None, fdr=FDR):
     """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
 
-    score: the largest of surprise + ln w over the detectors, w of `weights`, nats; exp(-score) is
-    a p-value by weighted Bonferroni. Of the rows that are `plausible` those are flagged that
-    Benjamini and Hochberg reject at `fdr`. reason: the detector that wins, "unclear" when the
-    runner-up is within MARGIN, None for a row that is not flagged. A garbled answer has a strange
-    end and fits no question: a fluency below p = 0.01 explains both.
+    score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
+    file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
+    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni. reason: the detector
+    that wins, "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A
+    garbled answer has a strange end and fits no question: a fluency below p = 0.01 explains both.
     """
-    names, weigh = list(surprising), weights(surprising, found, made)
-    table = torch.stack([surprising[name] + math.log(weigh[name]) for name in names], dim=1)
+    names = list(surprising)
+    table = torch.stack([surprising[name] for name in names], dim=1)
+    share, mean = fit_causes(table)
+    score = log_odds(table, share, mean).logsumexp(dim=1)
+    table = table + (share / share.sum()).log()
     likely = torch.stack([plausible(name, found, made) for name in names], dim=1)
-    chance = (-table.where(likely, -math.inf).amax(dim=1)).exp()
+    table = table.where(likely, -math.inf)
+    chance = (-table.amax(dim=1)).exp()
     ordered = chance.sort().values
     level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))
     passed = (ordered <= level).nonzero().flatten()
     flagged = chance <= (ordered[passed[-1]] if len(passed) else -1.0)
     reasons = [_reason(dict(zip(names, row, strict=True))) if bad else None
                for bad, row in zip(flagged.tolist(), table.tolist(), strict=True)]
-    return table.amax(dim=1), flagged, reasons
+    return score, flagged, reasons
 
 
 def _reason(row):

@@ -307,8 +307,8 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
 
     upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
     token ids that end a turn. remember(compute): `row_evidence` of the lower rows, or what it was
-    before. Returns ({name: (N,)}: EVIDENCE, echo, surprise (nats) and reason, the place in REASONS
-    or -1; sentences on what was left out).
+    before. Returns ({name: (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason,
+    the place in REASONS or -1; sentences on what was left out).
     """
     remember = remember or (lambda compute: compute())
     found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
@@ -328,7 +328,7 @@ def row_tests(model, lower, upper, ends, seed=0, remember=None):
 
 
 def verdicts(found, trusted, made, text_reasons=()):
-    """(surprise (N,) nats, reason [N of REASONS or None], notes) from what `row_evidence` found.
+    """(surprise (N,), reason [N of REASONS or None], notes) from what `row_evidence` found.
 
     Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
     of theirs, which a row takes that its text alone flags.

@@ -4,8 +4,9 @@
 
 Two forwards of every row; detect.py has the detectors, the formulas and what they cannot see. The
 rows that look bad come last and are not kept, unless --keep-fraction says how many are. Beside the
-columns of every ranking: reason, surprise (nats), end, relevance, fluency, slip, repetition, echo,
-loss and length (tokens of the answer); null where a detector has nothing to judge.
+columns of every ranking: reason, surprise (log odds of a fault, nats), end, relevance, fluency,
+slip, repetition, echo, loss and length (tokens of the answer); null where a detector has nothing to
+judge.
 
 `joined` takes the same forwards. Its flagged rows come last too, and the others stand by loss: the
 tests are for faults, and of ordinary rows the loss says more.

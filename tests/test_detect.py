@@ -249,40 +249,65 @@ def test_without_an_end_a_row_is_not_judged_by_it():
     assert list(detect.surprises(found, names=["fluency", "echo"])) == ["fluency", "echo"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
-def test_the_share_that_a_detector_finds_is_at_most_the_bad_one(share):
-    found = [detect.share_found(torch.cat([
-        draw(round(1000 * (1 - share)), seed), draw(round(1000 * share), seed + 50) + 4]))
-        for seed in range(20)]
-    assert share - 0.02 * (share > 0) - 0.03 * share <= sum(found) / 20 <= share + 0.01
-    assert detect.share_found(torch.zeros(9)) == 0 == detect.share_found(torch.zeros(0))
-    values = draw(40, 3)
-    excess = [(sum(v >= t for v in values.tolist()) / 40 - math.exp(-t)
-               - math.sqrt(math.exp(-t) * (1 - math.exp(-t)) / 40)) / (1 - math.exp(-t))
-              for t in values.tolist() if t >= 2]
-    assert detect.share_found(values) == pytest.approx(max(0, *excess))
+def causes_by_hand(rows, rounds=50):
+    """`detect.fit_causes` in plain numbers: ([share], [mean]) of rows, a list of surprises each."""
+    count = len(rows[0])
+    share, mean = [detect.RARE] * count, [detect.FAULTY] * count
+    for _ in range(rounds):
+        has = []
+        for row in rows:
+            good = max(0.05, 1 - sum(share))  # all surprises exponential with mean one
+            likely = [w * math.exp(-t / mu) / mu / math.exp(-t)
+                      for w, mu, t in zip(share, mean, row, strict=True)]
+            has.append([one / (good + sum(likely)) for one in likely])
+        share = [max(detect.RARE, sum(h[d] for h in has) / len(rows)) for d in range(count)]
+        mean = [min(12, max(2, (sum(h[d] * r[d] for h, r in zip(has, rows, strict=True))
+                                + detect.FAULTY * detect.FEW)
+                            / (sum(h[d] for h in has) + detect.FEW))) for d in range(count)]
+    return share, mean
 
 
-def test_what_a_file_suffers_from_decides_which_detector_counts():
-    made = {"end": draw(200, 50) + 9, "relevance": 0.7 + 0.7 * draw(200, 51, "normal")}
-    found = file_of(1000, 1, cut=300)
-    table = detect.surprises(found, None, made)
-    weigh = detect.weights(table, found, made)
-    assert sum(weigh.values()) == pytest.approx(1) and weigh["end"] > 0.6
-    share = detect.without_made(found["end"], made["end"])[1]
-    assert weigh["end"] / weigh["echo"] == pytest.approx((share + detect.RARE) / detect.RARE)
-    even = detect.weights(detect.surprises(clean := file_of(1000, 1), None, made), clean, made)
-    assert max(even.values()) < 0.4
-    score, _, _ = detect.judge(table, found, made)
-    best = [max(float(table[k][n]) + math.log(weigh[k]) for k in table) for n in range(1000)]
-    assert score.tolist() == pytest.approx(best)
+def test_the_faults_of_a_file_are_those_of_the_likeliest_mixture():
+    table = torch.stack([draw(60, 1), draw(60, 2), draw(60, 3)], dim=1)
+    table[:20, 0] *= 6
+    share, mean = detect.fit_causes(table)
+    by_hand = causes_by_hand(table.tolist())
+    assert share.tolist() == pytest.approx(by_hand[0]) and mean.tolist() == pytest.approx(
+        by_hand[1])
+    odds = [math.log(sum(w * math.exp(-t / mu) / mu / math.exp(-t) for w, mu, t in zip(
+        *by_hand, row, strict=True)) / max(0.05, 1 - sum(by_hand[0]))) for row in table.tolist()]
+    found = {name: torch.zeros(60) for name in ("fluency", "slip", "guidance")}
+    score, _, _ = detect.judge(dict(zip(found, table.T, strict=True)), found)
+    assert score.tolist() == pytest.approx(odds)
+
+
+@pytest.mark.parametrize("bad", [0.0, 0.1, 0.4])
+def test_one_fault_explains_what_it_does_to_other_detectors(bad):
+    """Faulty rows surprise the second detector too: alone it would take that for its own fault."""
+    share, alone = torch.zeros(2), torch.zeros(1)
+    for seed in range(5):
+        table = torch.stack([draw(1000, seed), draw(1000, seed + 50)], dim=1)
+        table[:round(1000 * bad)] *= torch.tensor([8.0, 2.5])
+        share = share + detect.fit_causes(table)[0] / 5
+        alone = alone + detect.fit_causes(table[:, 1:])[0] / 5
+    assert float(share[0]) == pytest.approx(max(bad, detect.RARE), abs=0.03)
+    assert float(alone) == pytest.approx(max(bad, detect.RARE), abs=0.05)
+    assert float(share[1]) <= max(detect.RARE + 0.01, 0.5 * float(alone))
+
+
+def test_of_no_rows_nothing_is_known():
+    assert detect.fit_causes(torch.zeros(0, 2).double())[0].tolist() == [detect.RARE] * 2
+    assert [len(part) for part in detect.judge({"end": torch.zeros(0).double()}, {
+        "end": torch.zeros(0).double()})] == [0, 0, 0]
 
 
 def test_flags_are_those_of_benjamini_and_hochberg():
     surprising = {"fluency": draw(300, 20) ** 2, "slip": draw(300, 21) * 2}
     found = {"fluency": torch.zeros(300), "slip": torch.zeros(300)}
-    score, flagged, _ = detect.judge(surprising, found, fdr=0.2)
-    p = [math.exp(-float(s)) for s in score]
+    _, flagged, _ = detect.judge(surprising, found, fdr=0.2)
+    share, _ = causes_by_hand(torch.stack([*surprising.values()], dim=1).tolist())
+    p = [min(math.exp(-float(t)) * sum(share) / w for t, w in zip(row, share, strict=True))
+         for row in zip(*surprising.values(), strict=True)]
     passing = max(k for k in range(1, 301) if sorted(p)[k - 1] <= 0.2 * k / 300)
     assert flagged.tolist() == [value <= sorted(p)[passing - 1] for value in p]
 
@@ -296,6 +321,29 @@ def test_a_row_unlike_any_made_fault_is_not_flagged():
     assert detect.judge(surprising, found)[1].tolist() == [False] * 98 + [True, True]
     found["end"][99] = math.nan
     assert not detect.plausible("end", found, made)[99]
+
+
+def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():
+    """A relevance unlike that of any exchanged answer; the slip alone is why the row is flagged."""
+    surprising = {"relevance": torch.tensor([0.5] * 99 + [30.0]).double(),
+                  "slip": torch.tensor([0.5] * 99 + [20.0]).double()}
+    found = {"relevance": torch.full((100,), -1.0).double(), "slip": torch.ones(100).double(),
+             "length": torch.ones(100).double()}
+    _, flagged, reasons = detect.judge(surprising, found, {"relevance": draw(50, 1) + 5})
+    assert flagged.tolist() == [False] * 99 + [True] and reasons[99] == "slip"
+    assert detect.judge(surprising, found)[2][99] == "relevance"
+
+
+@pytest.mark.parametrize("count", [1, 60])
+def test_a_file_whose_rows_all_repeat_themselves(count):
+    """None of them is left for a null without one, and a single row makes no faults."""
+    found = file_of(count, 1)
+    found["repetition"] = torch.full((count,), 0.9).double()
+    made = {"relevance": torch.zeros(0).double()} if count == 1 else {
+        "end": draw(30, 2), "relevance": draw(30, 3)}
+    score, flagged, reasons = detect.judge(detect.surprises(found, None, made), found, made)
+    assert score.isfinite().all()
+    assert set(reasons) <= {"repetition", "unclear", None} and flagged.all() == (count > 1)
 
 
 def test_the_reason_is_the_winner_if_it_wins_clearly():
