@@ -20,7 +20,8 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
                be replaced.
     gate       measures with fresh rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK is closed.
-An accepted answer trains with the precision that the gate measured as its weight. A cut answer that
+Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. An accepted answer trains with
+that of the gate as its weight. A cut answer that
 is not completed trains without an end token. Any other row is dropped.
 
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
@@ -38,13 +39,13 @@ import collections
 import json
 import math
 import re
+import time
 
 from batches import answer_row, prompt_of, response_of, row_losses, tokens_only
+from curate import greedy
 from data.tokens import response_text
-from generate import generate
 from ranking import blank_prompt, end_ids
 from runtime import folder
-from runtime.processes import share_list
 from toy import corpus
 from utils import UserError, content_hash, table
 
@@ -54,10 +55,10 @@ import torch
 RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
-SHORTLIST = 10
+SHORTLIST, QUESTIONS_AT_ONCE = 10, 64
 PART = 100   # trusted questions to calibrate with, and as many for the gate
 CLOSED = 32  # tokens, the end included
-ENOUGH = 10  # rows on which a way must have been tried
+ENOUGH = 16  # rows on which a way must have been tried; of search every other has its answer
 NEVER = -1e30  # the margin of what is no answer at all; below every threshold
 # The ways of a row by the reason why it looks bad (detect.py). Any row may be answered anew.
 REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
@@ -67,39 +68,55 @@ REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
 def trusted_parts(prompts):
     """(train, calibrate, gate): places of trusted rows, from a hash of each one's prompt.
 
-    A quarter of the prompts each for the last two, at most PART. Rows of one prompt stay together;
-    the hashes decide, so the order of the file does not.
+    A quarter of the prompts each for the last two, at most PART, and one row of each of these: two
+    would count one answer twice. No prompt is in two parts. The hashes decide, so the order of the
+    file does not.
     """
     order = sorted(set(prompts))
     size = min(PART, len(order) // 4)
     number = {prompt: n // size + 1 for n, prompt in enumerate(order[:2 * size])}
-    parts = [[], [], []]
+    parts, seen = [[], [], []], set()
     for place, prompt in enumerate(prompts):
-        parts[number.get(prompt, 0)].append(place)
+        if prompt not in number or prompt not in seen:
+            parts[number.get(prompt, 0)].append(place)
+        seen.add(prompt)
     return parts
 
 
 # --- search ---------------------------------------------------------------------------------------
 
 def shortlists(questions, answers, size=SHORTLIST):
-    """For each question the places of the `size` answers that share most words with it, rare ones
-    counting most (cosine of word counts times log inverse frequency); ties by place."""
-    bags = [collections.Counter(re.findall(r"\w+", text.lower())) for text in (
-        *questions, *answers)]
-    seen = collections.Counter(word for bag in bags for word in bag)
-    bags = [{w: n * math.log(1 + len(bags) / seen[w]) for w, n in bag.items()} for bag in bags]
-    index, chosen = collections.defaultdict(list), []
-    for place, bag in enumerate(bags[len(questions):]):
-        norm = math.sqrt(sum(v * v for v in bag.values()))
-        for word, value in bag.items():
-            index[word].append((place, value / norm))
-    for bag in bags[:len(questions)]:
-        scores = [0.0] * len(answers)
-        for word, value in bag.items():
-            for place, other in index[word]:
-                scores[place] += value * other
-        chosen.append(sorted(range(len(answers)), key=lambda p: (-scores[p], p))[:size])
+    """For each question the places of the `size` answers that share most words with it.
+
+    Rare words count most: cosine of word counts times log inverse frequency among the answers; ties
+    by place.
+    """
+    column = {}
+    for text in answers:
+        for word in _words(text):
+            column.setdefault(word, len(column))
+
+    def counts(texts):  # (texts, words), sparse
+        found = [(n, column[word]) for n, text in enumerate(texts) for word in _words(text)
+                 if word in column]
+        return torch.sparse_coo_tensor(
+            torch.tensor(found, dtype=torch.long).view(-1, 2).T, torch.ones(len(found)).double(),
+            (len(texts), len(column)), check_invariants=True).coalesce()
+
+    index, chosen = counts(answers), []
+    places, words = index.indices()
+    rarity = (1 + len(answers) / (1 + words.bincount(minlength=len(column)))).log()
+    squares = (index.values() * rarity[words]) ** 2
+    norms = torch.zeros(len(answers)).double().index_add(0, places, squares).sqrt().clamp_min(1e-9)
+    for start in range(0, len(questions), QUESTIONS_AT_ONCE):
+        asked = counts(questions[start:start + QUESTIONS_AT_ONCE]).to_dense() * rarity ** 2
+        cosine = torch.sparse.mm(index, asked.T) / norms[:, None]
+        chosen += cosine.T.sort(dim=1, descending=True, stable=True).indices[:, :size].tolist()
     return chosen
+
+
+def _words(text):
+    return re.findall(r"\w+", text.lower())
 
 
 def pair_scores(model, prompts, bodies, blank, lists):
@@ -134,13 +151,16 @@ def best_of(scores, original):
     return ordered[0], scores[ordered[0]] - max([original] + [scores[p] for p in ordered[1:2]])
 
 
-def search(model, rows, originals, pool, blank):
+def search(model, rows, originals, pool, blank, context):
     """[[(place in pool or None, margin), one an original], one a row].
 
     rows, pool: of `as_rows`, the pool's answers all different. originals: for each row the bodies
-    that are to be beaten, in turn; the same text found in the pool is not another answer.
+    that are to be beaten, in turn; the same text found in the pool is not another answer. context:
+    of the model; an answer that has no room behind a prompt is not found for it.
     """
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool])
+    lists = [[place for place in places if has_room(row, pool[place], context)]
+             for row, places in zip(rows, lists, strict=True)]
     bodies, own = [row["body"] for row in pool], []
     for mine in originals:
         own.append([*range(len(bodies), len(bodies) + len(mine))])
@@ -152,23 +172,29 @@ def search(model, rows, originals, pool, blank):
             for places, values, mine in zip(lists, scores, own, strict=True)]
 
 
+def has_room(row, other, context):
+    """Whether the answer of another row fits behind the prompt of this one."""
+    return len(row["prompt"]) + len(other["body"]) + len(other["end"]) <= context
+
+
 def different(rows):
     """The rows without those whose answer, token by token, another one has too."""
     return list({tuple(row["body"]): row for row in rows}.values())
 
 
-def trial_search(model, trusted, pool, blank):
+def trial_search(model, trusted, pool, blank, context):
     """What `search` does with trusted rows: margins, right, spared, each (n,); see `threshold_of`.
 
-    A row's bad original is the next answer that differs. Every other row's answer is offered beside
-    those of the pool; where its own is not, nothing found is right.
+    A row's bad original is the next answer that differs and fits. Every other row's answer is
+    offered beside those of the pool; where its own is not, nothing found is right.
     """
     offered, bad = different([*pool, *trusted[::2]]), []
     for n, row in enumerate(trusted):
         bad.append(next((other["body"] for other in (*trusted[n + 1:], *trusted[:n])
-                         if other["body"] != row["body"]), row["body"]))
+                         if other["body"] != row["body"] and has_room(row, other, context)),
+                        row["body"]))
     found = search(model, trusted, [[wrong, row["body"]] for wrong, row in zip(
-        bad, trusted, strict=True)], offered, blank)
+        bad, trusted, strict=True)], offered, blank, context)
     margins = [margin for (_, margin), _ in found]
     right = [place is not None and offered[place]["body"] == row["body"]
              for ((place, _), _), row in zip(found, trusted, strict=True)]
@@ -183,10 +209,8 @@ def written(model, prompts, sampling, text_of, label):
     margin: the mean log-prob of the new tokens under the model of now; NEVER where an answer has no
     text or does not end. text_of: tokens to text.
     """
-    options = sampling | {"temperature": 0.0,
-                          "max_new_tokens": min(CLOSED, sampling["max_new_tokens"])}
-    made = share_list(lambda prompts: generate(model, prompts, [""] * len(prompts), label=label,
-                                               **options), prompts)
+    options = sampling | {"max_new_tokens": min(CLOSED, sampling["max_new_tokens"])}
+    made = greedy(model, prompts, options, label)
     losses, _ = row_losses(model, [answer_row(p, tokens)
                                    for p, (tokens, _) in zip(prompts, made, strict=True)])
     return [(tokens, -loss if done and text_of(tokens[:-1]) else NEVER)
@@ -244,7 +268,10 @@ def threshold_of(margins, right, spared):
 
 
 def upper_bound(count, total, level=0.95):
-    """The upper end of the one-sided interval of a share (Clopper and Pearson), by bisection."""
+    """The upper end of the one-sided interval of a share (Clopper and Pearson), by bisection.
+
+    The p at which `count` or fewer of `total` have probability 1 - level.
+    """
     if count >= total:
         return 1.0
     low, high = count / total, 1.0
@@ -260,7 +287,7 @@ def gate(calibrate, check):
 
     A trial is None for too few rows. threshold and weight are None when the way is closed. Of the
     gate's rows: precision, coverage of what is accepted; right: the share if all were taken; false,
-    false_bound: of good originals replaced, and the upper end of its 95 % interval; rows: tried.
+    false_bound: of good originals replaced, and its one-sided 95 % bound; rows: tried.
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
@@ -278,7 +305,8 @@ def gate(calibrate, check):
     weight = (sum(taken) + 1) / (len(taken) + 2)
     if weight < PRECISION - SLACK:
         return closed | report | {"why": f"{sum(taken)} of {len(taken)} accepted answers of the "
-                                         "gate's rows are right"}
+                                         "gate's rows are right"
+                                  + (": too few to believe" if sum(taken) == len(taken) else "")}
     return report | {"threshold": threshold, "weight": weight, "why": "open"}
 
 
@@ -366,11 +394,14 @@ def split_trusted(run):
     if run.args.upper_loss == "dpo":
         raise UserError(f"{name}: trusted answers say which new ones are right; with preference "
                         "pairs use generate or drop")
+    if run.args.num_answers > 1:
+        raise UserError(f"--num-answers {run.args.num_answers}: {name} writes one answer, the "
+                        "likeliest")
     parts = trusted_parts(rows["prompt_hash"][:])
-    if min(map(len, parts)) < ENOUGH:
-        raise UserError(f"{name}: {len(rows)} trusted rows; calibration and gate take a quarter of "
-                        f"the prompts each, at least {ENOUGH}: give {4 * ENOUGH} or more, or use "
-                        "--refine drop")
+    if len(parts[1]) < ENOUGH:
+        raise UserError(f"{name}: {len(rows)} trusted rows of {len(set(rows['prompt_hash'][:]))} "
+                        "different questions; calibration and gate take a quarter of the questions "
+                        f"each, at least {ENOUGH}: give {4 * ENOUGH} or more, or use --refine drop")
     train, *others = (rows.select(places) for places in parts)
     run.upper, run.trusted = tokens_only(train), dict(zip(("calibrate", "gate"), others,
                                                           strict=True))
@@ -387,8 +418,10 @@ def prepare(run, sampling):
     run.searched = search_once(run, [
         p for p, (reason, given) in enumerate(zip(reasons, masked, strict=True))
         if (given and reason != "end") or "search" in REPAIRS.get(reason, ())])
+    run.gates = None
     if run.step == 0:
-        print_gates(open_gates(run, sampling))
+        run.gates = open_gates(run, sampling)
+        print_gates(run.gates)
 
 
 def search_once(run, suspects):
@@ -405,26 +438,20 @@ def search_once(run, suspects):
     saved = folder.read_once(run.out / "search.json", read)
     if saved is not None:
         return saved
-    rows = as_rows([run.levels.lower[p] for p in suspects], run.ends)
-    trusted = {name: as_rows(part, run.ends) for name, part in run.trusted.items()}
-    longest = max(len(row["prompt"]) for part in (rows, *trusted.values()) for row in part)
-
-    def movable(part):  # an answer that has room behind every prompt
-        return [row for row in part if row["body"] and longest + len(row["body"] + row["end"])
-                <= run.context]
-
-    rows = [row for row in rows if row["body"]]
-    pool, blank = different(movable(rows)), blank_prompt(run.levels.lower)
+    rows, *trusted = ([row for row in as_rows(part, run.ends) if row["body"]] for part in (
+        [run.levels.lower[p] for p in suspects], *run.trusted.values()))
+    pool, blank = different(rows), blank_prompt(run.levels.lower)
     found = {}
     for row, ((place, margin),) in zip(rows, search(
-            run.model, rows, [[row["body"]] for row in rows], pool, blank), strict=True):
+            run.model, rows, [[row["body"]] for row in rows], pool, blank, run.context),
+            strict=True):
         if place is not None:
             found[row["row_id"]] = {"tokens": pool[place]["body"] + pool[place]["end"],
                                     "source": pool[place]["row_id"], "margin": margin}
-    trusted = {name: movable(part) for name, part in trusted.items()}
     saved = {"found": found} | {
-        name: trial_search(run.model, part, pool, blank) if len(part) >= ENOUGH and pool else None
-        for name, part in trusted.items()}
+        name: trial_search(run.model, part, pool, blank, run.context)
+        if len(part) >= ENOUGH and pool else None
+        for name, part in zip(run.trusted, trusted, strict=True)}
     folder.write_once(run.out / "search.json", json.dumps(saved) + "\n")
     return saved
 
@@ -447,13 +474,15 @@ def repair(run, places, sampling, number):
     rows = as_rows([run.levels.lower[p] for p in places], run.ends,
                    run.tested(torch.tensor(places))["reason"])
     wanted = {way for row in rows for way in REPAIRS.get(row["reason"], ("generate",))}
-    gates = open_gates(run, sampling, wanted)
+    gates = run.gates if run.step == 0 else open_gates(run, sampling, wanted)
     tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
     generator = torch.Generator().manual_seed(
         int(content_hash(str(run.args.seed), "accept", str(number)), 16) >> 1)
-    decisions = accept_or_drop(rows, tried, gates, generator if run.args.refine == "random" else
-                               None)
+    by_chance = run.args.refine == "random"
+    decisions = accept_or_drop(rows, tried, gates, generator if by_chance else None)
+    if by_chance:
+        decisions = [made | {"why": f"drawn at random; {made['why']}"} for made in decisions]
     ways = [made["way"] for made in decisions]
     return decisions, {f"accepted/{way}": ways.count(way) for way in (*WAYS, "prefix")} | {
         "dropped": ways.count(None)} | {
@@ -466,6 +495,7 @@ def accepted_answers(run, places, sampling, number):
 
     Of toy rows also how many accepted answers are right, which only there is known.
     """
+    started = time.perf_counter()
     decisions, metrics = repair(run, places, sampling, number)
     accepted = {place: (answer_row(prompt_of(run.lower[place]), made["tokens"]), made["weight"])
                 for place, made in zip(places, decisions, strict=True) if made["way"] is not None}
@@ -473,7 +503,8 @@ def accepted_answers(run, places, sampling, number):
     if accepted and "kind" in rows.column_names:
         metrics |= corpus.answer_labels(rows, [run.text_of(response_of(row))
                                                for row, _ in accepted.values()])
-    return accepted, metrics | {"answers": len(accepted)}
+    return accepted, metrics | {"answers": len(accepted),
+                                "time/generate": time.perf_counter() - started}
 
 
 def print_gates(gates):

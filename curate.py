@@ -14,13 +14,13 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 
 import pyarrow.compute
 
-import accept
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import longest_prompt
-from data.tokens import LABELS, empty_prompt, response_text
+from data.tokens import LABELS, response_text
 from generate import generate
+from ranking import blank_prompt
 from runtime.processes import rank, share_list
 from toy import corpus
 from utils import UserError, each_jsonl, write_jsonl
@@ -129,9 +129,9 @@ def refine(run, positions, sampling):
     model, lower = run.model, run.levels.lower
     rows = [lower[p] for p in positions]
     prompts = [prompt_of(row) for row in rows]
-    blank = empty_prompt([prompt_of(lower[i]) for i in range(min(50, len(lower)))])
     written = greedy(model, prompts, sampling, "refining")
     new = [tokens for tokens, _ in written]
+    blank = blank_prompt(lower)
     threshold, false_rate = calibrate(model, run.levels.upper_heldout, sampling, blank)
     margins = (scores(model, prompts, new, blank)
                - scores(model, prompts, [response_of(row) for row in rows], blank)).tolist()
@@ -161,11 +161,11 @@ def current_logps(model, buffer):
     return dict(zip(positions, logps, strict=True))
 
 
-def curated_set(run, mask, buffer, sampling, ranks, kept):
+def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
     """Answer the bottom-R rows once more, greedily, and write `curated.jsonl`, best row first.
 
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
-    A mask that was given is answered, not the bottom R; under `--refine accept` as accept.py does.
+    A mask that was given is answered, not the bottom R. rewrite: `refine`, or that of accept.py.
     One line a row: row_id, hash, rank, kept, prompt, response (the original), refined, recommended,
     margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
     (lists over its G answers), refined_logp; way, source, why of accept.py; and the row tests;
@@ -175,7 +175,6 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
     lower, weights = run.levels.lower, run.selector.weights().cpu()
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
     bottom = (bottom if run.given_mask is None else mask).nonzero().flatten().tolist()
-    rewrite = accept.rewrite if run.args.refine in accept.RULES else refine
     refined, metrics = rewrite(run, bottom, sampling)
     current = current_logps(run.model, buffer)
 
@@ -203,7 +202,8 @@ def curated_set(run, mask, buffer, sampling, ranks, kept):
         if run.args.export_format:
             export(each_jsonl(file), file.with_suffix(f".{run.args.export_format}.jsonl"),
                    run.args.export_format)
-    choices = [answer["recommended"] for answer in refined.values()]
+    choices = [answer["recommended"] for answer in refined.values()
+               if answer["refined"] is not None]
     return {"refined/answers": len(choices),
             **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
             **metrics, **truth_metrics([entry(p) for p in bottom])}

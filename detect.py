@@ -39,9 +39,9 @@ A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tent
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
 arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
 et al. 2025, 2502.01968) scores tokens. Empirical null: Efron, JASA 99 (2004). The share that made
-faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Log odds of a mixture: local false discovery
-rates, Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika
-93 (2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
+faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Odds: the local false discovery rate of
+Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
+(2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
 
 Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer

@@ -97,9 +97,13 @@ def write_ranking(path, lower, scores, keep_fraction, columns, tests=None):
     return ranks, kept
 
 
-def keep_rows(rows, file):
-    """The rows that a weights.jsonl, curated.jsonl or kept.jsonl keeps, by row_id and hash."""
-    wanted, dropped = {}, set()
+def kept_by(rows, file):
+    """[True, False, or None where the file does not list it: whether a ranking keeps a row].
+
+    rows: the lower rows; file: a weights.jsonl, curated.jsonl or other ranking, whose lines belong
+    to rows by row_id and hash.
+    """
+    listed = {}
     for number, entry in enumerate(each_jsonl(file), 1):
         for key in ("row_id", "hash", "rank", "kept"):
             if key not in entry:
@@ -108,31 +112,39 @@ def keep_rows(rows, file):
         if not isinstance(entry["row_id"], int) or not isinstance(entry["kept"], bool):
             raise UserError(f"{file} line {number}: row_id must be a whole number, and kept true "
                             "or false")
-        if entry["kept"]:
-            wanted[entry["row_id"]] = entry["hash"]
-        else:
-            dropped.add(entry["row_id"])
-        if entry["row_id"] in dropped and entry["row_id"] in wanted:
+        known = listed.setdefault(entry["row_id"], (entry["hash"], entry["kept"]))
+        if known[1] != entry["kept"]:
             raise UserError(f"{file} line {number}: row_id {entry['row_id']} is kept in one line "
                             "and not in another; leave one of them")
-    ids, hashes = rows["row_id"][:], rows["hash"][:]
-    positions = [p for p, row_id in enumerate(ids) if row_id in wanted]
-    for p in positions:
-        if hashes[p] != wanted[ids[p]]:
-            raise UserError(f"{file}: row_id {ids[p]} has hash {wanted[ids[p]]}, the lower rows "
-                            f"have {hashes[p]}: the ranking belongs to other data")
-    if not positions:
+    kept = []
+    for row_id, own in zip(rows["row_id"][:], rows["hash"][:], strict=True):
+        named, verdict = listed.pop(row_id, (own, None))
+        if named != own:
+            raise UserError(f"{file}: row_id {row_id} has hash {named}, the lower rows have {own}: "
+                            "the ranking belongs to other data")
+        kept.append(verdict)
+    if True not in kept:
         raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
-    if len(positions) < len(wanted):
-        print(f"warning: {len(wanted) - len(positions)} of the {len(wanted)} rows that {file} "
-              "keeps are not among the lower rows")
-    return rows.select(positions)
+    if missing := sum(verdict for _, verdict in listed.values()):
+        print(f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
+              "not among the lower rows")
+    return kept
+
+
+def keep_rows(rows, file):
+    """The rows that a ranking keeps; see `kept_by`."""
+    return rows.select([place for place, kept in enumerate(kept_by(rows, file)) if kept])
 
 
 def rows_not_kept(rows, file):
-    """(N,) bool: the rows that a ranking file does not keep; for the file see `keep_rows`."""
-    kept = set(keep_rows(rows, file)["row_id"][:])
-    return torch.tensor([row_id not in kept for row_id in rows["row_id"][:]])
+    """(N,) bool: the rows that a ranking lists and does not keep, one at least; see `kept_by`."""
+    kept = kept_by(rows, file)
+    if False not in kept:
+        raise UserError(f"{file}: there is no row that it lists and does not keep")
+    if None in kept:
+        print(f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
+              "train as they are")
+    return torch.tensor([verdict is False for verdict in kept])
 
 
 # --- rankings against known labels ----------------------------------------------------------------

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import batches
@@ -29,7 +30,7 @@ from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
 from selector import Selector
 from upper import reference_margins
-from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
+from utils import UserError, content_hash, read_jsonl, table, write_atomic, write_jsonl
 
 # ruff: isort: split
 import torch
@@ -251,7 +252,9 @@ def what_decides_evidence(run, ends):
     return {"environment": folder.environment(run.device, run.model.dtype), "model": run.weights,
             "rows": sets.rows_hash(run.levels.lower), "sizes": json.dumps(sizes, default=str),
             "ends": sorted(ends), "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE,
-            "fsdp": run.args.fsdp}
+            "fsdp": run.args.fsdp,
+            "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
+                     for module in (ranking, ranking.detect)]}
 
 
 def base_metrics(run):

@@ -115,8 +115,10 @@ def check_refreshes(args, run):
         print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep")
     if args.refine in accept.RULES:
         accept.split_trusted(run)
+    else:  # the curated set is written
+        curate.check_room(run.lower, args.max_new_tokens, run.context)
     if num_masked == 0:
-        raise UserError(f"--mask {args.mask} --ratio-masked {args.ratio_masked}: no row is masked")
+        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
@@ -125,14 +127,12 @@ def check_refreshes(args, run):
     mask_is_ranked = args.mask != "static" and (
         run.given_mask is not None or args.first_refresh + last_refresh > 0)
     if not mask_is_ranked and args.mask == "dynamic":
-        print("warning: --mask dynamic: the only refresh is before the first step, when all "
-              "weights are equal, so the mask is a random one; make --k-gen smaller than "
-              f"{run.total_steps}")
+        print("warning: --mask dynamic: a random mask, all weights are equal at the only refresh; "
+              f"make --k-gen smaller than {run.total_steps}")
     if args.refine == "generate":
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "
               f"about {round(num_masked * read)} of them {args.num_answers} times")
-    curate.check_room(run.lower, args.max_new_tokens, run.context)  # the curated set is written
     return mask_is_ranked
 
 
@@ -159,8 +159,7 @@ def begin(run, sampling):
     if run.args.refine in accept.RULES:
         accept.prepare(run, sampling)
     if run.saved is None:
-        return (torch.zeros(run.num_rows, dtype=torch.bool) if run.given_mask is None
-                else run.given_mask), {}, 0
+        return torch.zeros(run.num_rows, dtype=torch.bool), {}, 0
     buffer = {p: Answers(*answers) for p, answers in run.saved["buffer"].items()}
     return run.saved["mask"], buffer, run.saved["num_answers"]
 
@@ -425,8 +424,9 @@ def main(argv=None):
         monitor.end_step(run, metrics, started, {
             "mask": mask, "num_answers": num_answers,
             "buffer": {p: [a.rows, a.old_logps, a.step, a.weight] for p, a in buffer.items()}})
-    session.finish(run, mask, lambda ranks, kept: {"answers_generated": num_answers}
-                   | curate.curated_set(run, mask, buffer, sampling, ranks, kept), mask_is_ranked)
+    rewrite = accept.rewrite if args.refine in accept.RULES else curate.refine
+    session.finish(run, mask, lambda *ranks_kept: {"answers_generated": num_answers} | (
+        curate.curated_set(run, mask, buffer, sampling, *ranks_kept, rewrite)), mask_is_ranked)
 
 
 if __name__ == "__main__":

@@ -152,10 +152,9 @@ def score_rows(args, levels):
             raise UserError("labels: the lower rows have no column `bad`")
         return scores.label_scores(lower, args.seed), {}
     if args.method == "length-matched":
-        kept = set(ranking.keep_rows(lower, args.like)["row_id"][:])
-        return scores.length_matched_scores(
-            scores.length_scores(lower), torch.tensor([n in kept for n in lower["row_id"][:]]),
-            args.seed), {}
+        kept = ~ranking.rows_not_kept(lower, args.like)
+        args.keep_fraction = kept.double().mean().item()
+        return scores.length_matched_scores(scores.length_scores(lower), kept, args.seed), {}
     if args.method == "dsir":
         values, log_weights = dsir_scores(
             lower, levels.upper, num_buckets=args.dsir_buckets, min_words=args.dsir_min_words,

@@ -8,12 +8,12 @@ calls bad is the precision; the share of the others is what was missed. Both wit
 """
 
 import json
-import math
 import random
 import sys
 from pathlib import Path
 
 import utils
+from accept import upper_bound
 from data.layouts import clean_messages, find_layout, row_messages, transcript
 from evaluation.runs import (
     TEXT,
@@ -30,33 +30,10 @@ from utils import UserError
 SHOWN = 1500  # characters of a text that are shown
 
 
-# --- exact intervals ------------------------------------------------------------------------------
-
-def binomial_tail(count, total, p):
-    """P(X >= count) for X of a binomial distribution."""
-    return sum(math.comb(total, k) * p**k * (1 - p) ** (total - k)
-               for k in range(count, total + 1))
-
-
 def clopper_pearson(count, total, level=0.95):
-    """The exact interval of a share of which `count` of `total` were seen; (0, 1) without any.
-
-    lower: the p at which `count` or more has probability (1 - level) / 2; upper: at which `count`
-    or fewer has it.
-    """
-    half = (1 - level) / 2
-
-    def solve(rises):
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (low, middle) if rises(middle) else (middle, high)
-        return (low + high) / 2
-
-    lower = 0.0 if count == 0 else solve(lambda p: binomial_tail(count, total, p) > half)
-    upper = 1.0 if count == total else solve(
-        lambda p: 1 - binomial_tail(count + 1, total, p) < half)
-    return lower, upper
+    """The exact interval of a share of which `count` of `total` were seen; (0, 1) without any."""
+    side = (1 + level) / 2
+    return 1 - upper_bound(total - count, total, side), upper_bound(count, total, side)
 
 
 # --- the rows -------------------------------------------------------------------------------------

@@ -78,16 +78,19 @@ def selector_check(run):
 def answer_check(run, values):
     """What became of the answers that an online run wrote, and how fresh they were."""
     checks = []
-    if values.get("refined/answers"):
+    if values.get("refined/answers") is not None:
         rate = values.get("refined/false_replacement")
         said = (f"on trusted prompts the rule would replace {rate:.1%} of the right answers."
                 if rate is not None else "too few trusted rows to calibrate the recommendation.")
-        if values.get("dropped") is not None:  # accept.py's rule
+        refine = getattr(run.args, "refine", None)
+        if refine == "random":
+            said = "drawn at random among the tried, the control of --refine accept."
+        if refine == "accept":
             shares = [f"{values[f'gate/{way}_precision']:.0%} ({way})" for way in (
                 "search", "continue", "generate") if values.get(f"accepted/{way}")
                 and values.get(f"gate/{way}_precision") is not None]
             said = ("of such answers to trusted prompts are right: " + ", ".join(shares) + "."
-                    if shares else "trusted prompts showed no way to right answers.")
+                    if shares else "no other row reached a threshold that trusted rows set.")
         checks.append((
             "info", f"{values['refined/answers']} bottom rows answered anew: "
             f"{values.get('refined/refined', 0)} recommended, "

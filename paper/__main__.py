@@ -42,7 +42,10 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"),
        "rows": ("noise", "refine"), "lower": ("small",), "upper": ("small",)}  # flag: its targets
-ALL_RUNS = ("demo", "readme", "curated", "controls", "small")  # --only has nothing to choose there
+ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
+OF_RUNS = ("scale", "seeds", "workers", "train", "online", "select", "only")
+UNREAD = {"noise": OF_RUNS, "pairs": OF_RUNS, "refine": ("online", "select"),  # target: its flags
+          "small": (*(name for name in OF_RUNS if name != "train"), "data")}
 
 
 def parse_args(argv=None):
@@ -50,7 +53,7 @@ def parse_args(argv=None):
                                      description="The paper's tables, one command each.")
     parser.add_argument("target", choices=TARGETS)
     add = parser.add_argument
-    add("--scale", choices=SCALES, default="toy")
+    add("--scale", choices=SCALES, help="(toy)")
     add("--seeds", type=int, help="default: demo 1, else 4")
     add("--name", help="of the folder under runs/ and of the files under results/ (the scale)")
     add("--lower", help="small: noisy rows, a file or hub name")
@@ -69,12 +72,16 @@ def parse_args(argv=None):
     add("--keep-fraction", type=float, default=0.7, help="curated, kept: k over N")
     add("--rows", type=int, default=600, help="noise, refine: good rows to spoil (600)")
     args = parser.parse_args(argv)
-    given = [name for name in ("data", "train", "online", "select", "only", *OWN)
+    unread = UNREAD.get(args.target, ())
+    given = [name for name in ("data", *OF_RUNS, *OWN)
              if getattr(args, name) != parser.get_default(name)]
     for name in given:
-        if args.target not in OWN.get(name, TARGETS):
+        if args.target not in OWN.get(name, TARGETS) or name in unread:
+            would = [target for target in OWN.get(name, TARGETS) if name not in UNREAD.get(
+                target, ())]
             raise UserError(f"--{name.replace('_', '-')}: {args.target} does not read it; "
-                            f"{' and '.join(OWN[name])} would")
+                            f"{' and '.join(would[:3])} would")
+    args.scale = args.scale or "toy"
     if args.only is not None and args.target in ALL_RUNS:
         raise UserError(f"{args.target}: --only has nothing to choose from here")
     args.seeds = args.seeds if args.seeds is not None else 1 if args.target == "demo" else 4
@@ -86,8 +93,10 @@ def parse_args(argv=None):
         raise UserError("--workers and --seeds must be 1 or more")
     # As it is stored beside the results.
     args.command = shlex.join([
-        *["python", "-m", "paper"], args.target, "--scale", args.scale, "--seeds", str(args.seeds),
-        *(word for name in given
+        *["python", "-m", "paper"], args.target,
+        *(word for name in ("scale", "seeds") if name not in unread
+          for word in (f"--{name}", str(getattr(args, name)))),
+        *(word for name in given if name not in ("scale", "seeds", "workers")
           for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))),
         *(["--name", args.name] if args.name != args.scale else [])])
     return args

@@ -5,9 +5,9 @@ returns the bad answer, or None where this row cannot have the fault (one word c
 Tests are developed on these kinds, so a good figure here promises little for kinds not listed.
 """
 
-import collections
-import math
 import re
+
+from accept import shortlists
 
 ENDS = re.compile(r"(?<=[.!?])\s+")
 OPENINGS = ("I'm sorry, but", "I apologize, but", "Unfortunately,", "As an AI language model,",
@@ -98,30 +98,6 @@ REASONS = {"swapped": ("relevance",), "swapped near": ("relevance",), "shuffled"
 
 
 def nearest(rows, donors):
-    """Of every row the donor whose prompt shares the most words with its own, rare ones most.
-
-    rows, donors: dictionaries with a prompt. Cosine of word counts times log inverse frequency.
-    """
-    def words(row):
-        return collections.Counter(re.findall(r"\w+", row["prompt"].lower()))
-
-    bags = [words(row) for row in donors]
-    seen = collections.Counter(word for bag in bags for word in bag)
-
-    def vector(bag):
-        values = {w: n * math.log(1 + len(bags) / (1 + seen[w])) for w, n in bag.items()}
-        norm = math.sqrt(sum(v * v for v in values.values())) or 1.0
-        return {w: v / norm for w, v in values.items()}
-
-    index = collections.defaultdict(list)
-    for number, bag in enumerate(bags):
-        for word, value in vector(bag).items():
-            index[word].append((number, value))
-    found = []
-    for row in rows:
-        scores = collections.defaultdict(float)
-        for word, value in vector(words(row)).items():
-            for number, other in index[word]:
-                scores[number] += value * other
-        found.append(donors[max(scores, key=lambda n: (scores[n], -n))] if scores else donors[0])
-    return found
+    """Of every row the donor whose prompt shares the most words with its own, rare ones most."""
+    lists = shortlists([row["prompt"] for row in rows], [row["prompt"] for row in donors], 1)
+    return [donors[place] for place, in lists]

@@ -146,19 +146,22 @@ def print_forwards(folder, tokens, made, scorer):
 
 
 def file_of(parts, kinds, share, half, seed):
-    """One file: (tokenised rows, {number: (n,)}, labels), `share` of the half's rows faulty.
+    """One file: (tokenised rows, {number: (n,)}, labels), `share` of its rows faulty.
 
-    parts: {kind or "clean": `measured`}. Each kind takes an equal part of the faulty rows.
+    parts: {kind or "clean": see `measure`}. Each kind takes an equal part of the faulty rows. Only
+    rows that can have all kinds are in the file: else whether a row can have the fault would tell
+    good rows from bad ones (an answer of one sentence cannot be cut behind the first).
     """
     import datasets  # not on every machine
 
     at = {kind: {place: n for n, place in enumerate(parts[kind][1])} for kind in ("clean", *kinds)}
-    rows = [place for place in at["clean"] if place % 2 == half]
+    rows = [place for place in at["clean"]
+            if place % 2 == half and all(place in at[kind] for kind in kinds)]
     random.Random(seed).shuffle(rows)
     wanted, chosen = round(share * len(rows)), {}
     for number, kind in enumerate(kinds):
         count = wanted // len(kinds) + (number < wanted % len(kinds))
-        free = [place for place in rows if place not in chosen and place in at[kind]]
+        free = [place for place in rows if place not in chosen]
         chosen |= dict.fromkeys(free[:count], kind)
     labels = [chosen.get(place, "clean") for place in rows]
     picked = [(parts[kind], at[kind][place]) for place, kind in zip(rows, labels, strict=True)]

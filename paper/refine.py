@@ -15,7 +15,7 @@ Every arm masks rows by the same rule. What stands in for them differs:
 
 Text: of --rows good rows SPOILT are bad, three in four with the answers of one another, one in four
 cut in the middle; these are masked. TRUSTED trusted rows. On the toy the weights mask. Settings
-were chosen on seed 0; results are of fresh seeds, from FIRST_SEED on.
+were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
 """
 
 import json
@@ -35,6 +35,7 @@ from evaluation.losses import load_trained
 from evaluation.runs import read_result
 from logprobs import packed_forward
 from paper import faults
+from paper.noise import check_maker, write_maker
 from paper.plans import ON, chosen, setting, toy_words, words_of, write_toy_rows
 from paper.results import store
 from paper.running import run_all, slug
@@ -42,7 +43,7 @@ from paper.statistics import claims_of, measured, print_claims, summary_rows
 from toy import corpus
 from utils import UserError, table
 
-FIRST_SEED = 2
+FIRST_SEED = 3
 NOISES = (0.4, 0.6, 0.8)
 # Late: by then the toy's weights have sunk and its guided model is right more often than not.
 TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
@@ -76,13 +77,11 @@ def write_mask(folder, tokenizer, max_length):
 
 
 def toy_rows(folder, seed, noise):
-    """(words that name the rows, {arm: words that replace some})."""
+    """Writes the rows of a toy setting."""
     write_toy_rows(folder, seed, f"--noise {noise}")
     trusted_to_train(folder, models.load_tokenizer(str(corpus.MODEL)), 128)
     utils.write_jsonl(folder / "right.jsonl", (
         row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
-    return toy_words(folder), {"drop, same": ["--upper", str(folder / "train.jsonl")],
-                               "right answers": ["--lower", str(folder / "right.jsonl")]}
 
 
 def spoil(rows, seed):
@@ -102,36 +101,38 @@ def spoil(rows, seed):
     return rows
 
 
-def text_rows(folder, seed, args, words):
-    """As `toy_rows`, of rows that --data names: some rows spoilt, as many others held out clean."""
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    if not {"--lower", "--upper", "--upper-heldout", "--model"} <= set(given):
-        raise UserError("refine --scale small: --data must name --model, --lower (good rows), "
-                        "--upper and --upper-heldout, flags with one value each")
+def text_rows(folder, seed, args, given):
+    """Writes the rows of the text setting: of rows that --data names some spoilt, others not.
+
+    given: {flag: value} of --data.
+    """
+    tokenizer, length = models.load_tokenizer(given["--model"]), int(given["--max-length"])
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = models.load_tokenizer(given["--model"])
 
     def read(source, limit):
-        rows, _ = load_rows(source, tokenizer, seed=seed, limit=limit,
-                            max_length=int(given.get("--max-length", 2048)))
+        rows, _ = load_rows(source, tokenizer, seed=seed, limit=limit, max_length=length)
         return [{"prompt": prompt, "response": response} for prompt, response in
                 zip(rows["prompt"][:], rows["response"][:], strict=True)]
 
-    good = read(given.pop("--lower"), args.rows + HELD_OUT)
+    good = read(given["--lower"], args.rows + HELD_OUT)
     spoilt = spoil(good[HELD_OUT:], seed)
     for name, rows in (("lower", spoilt), ("lower_heldout", good[:HELD_OUT]),
-                       ("upper", read(given.pop("--upper"), TRUSTED)),
-                       ("upper_heldout", read(given.pop("--upper-heldout"), HELD_OUT)),
+                       ("upper", read(given["--upper"], TRUSTED)),
+                       ("upper_heldout", read(given["--upper-heldout"], HELD_OUT)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
         utils.write_jsonl(folder / f"{name}.jsonl", rows)
-    max_length = int(given.get("--max-length", 2048))
-    trusted_to_train(folder, tokenizer, max_length)
-    write_mask(folder, tokenizer, max_length)
-    words = [word for name in ("lower", "upper", "upper_heldout", "lower_heldout")
-             for word in (f"--{name.replace('_', '-')}", str(folder / f"{name}.jsonl"))]
-    return [*words, *(word for pair in given.items() for word in pair)], {
-        "drop, same": ["--upper", str(folder / "train.jsonl")],
-        "right answers": ["--lower", str(folder / "right.jsonl")]}
+    trusted_to_train(folder, tokenizer, length)
+    write_mask(folder, tokenizer, length)
+
+
+def flags_of(words):
+    """{flag: value} of the words of --data for text."""
+    given = {"--max-length": "2048"} | dict(zip(words[::2], words[1::2], strict=False))
+    if (not {"--lower", "--upper", "--upper-heldout", "--model"} <= set(given) or len(words) % 2
+            or not given["--max-length"].isdecimal()):
+        raise UserError("refine --scale small: --data must name --model, --lower (good rows), "
+                        "--upper and --upper-heldout, flags with one value each")
+    return given
 
 
 # --- arms -----------------------------------------------------------------------------------------
@@ -142,22 +143,30 @@ ARMS = {"drop": "--refine drop", "generate": "--refine generate", "accept": "--r
 
 
 def arms_of(args, name, seed):
-    """{arm: (result file, command)} of one setting and seed; writes its rows."""
+    """{arm: (result file, command)} of one setting and seed; writes its rows unless --list."""
     folder = Path("runs") / args.name / "refine" / slug(name)
     rows = folder / "rows" / f"seed-{seed}"
     if args.scale == "toy":
         noise = float(name.removesuffix("% bad")) / 100
-        words, replaced = toy_rows(rows, seed, noise)
-        common = [*words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
+        if not args.list:
+            toy_rows(rows, seed, noise)
+        common = [*toy_words(rows), *words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
     else:
-        words, replaced = text_rows(rows, seed, args, words_of(setting(args)["data"]))
-        common = ["--mask", str(rows / "mask.jsonl"), *words_of(TEXT)]
+        given = flags_of(words_of(setting(args)["data"]))
+        if not args.list:
+            text_rows(rows, seed, args, given)
+        given |= {f"--{part.replace('_', '-')}": str(rows / f"{part}.jsonl")
+                  for part in ("lower", "upper", "upper_heldout", "lower_heldout")}
+        common = [*(word for pair in given.items() for word in pair),
+                  "--mask", str(rows / "mask.jsonl"), *words_of(TEXT)]
+    other = {"drop, same": ["--upper", str(rows / "train.jsonl")],
+             "right answers": ["--lower", str(rows / "right.jsonl")]}
     runs = {}
     for arm, flags in ARMS.items():
         out = folder / slug(arm) / f"seed-{seed}"
         runs[arm] = out / "result.json", shlex.join(
-            [ON, *words, *common, *words_of(args.train or ""), *words_of(flags),
-             *replaced.get(arm, []), "--seed", str(seed), "--out", str(out)])
+            [ON, *common, *words_of(args.train or ""), *words_of(flags), *other.get(arm, []),
+             "--seed", str(seed), "--out", str(out)])
     return runs
 
 
@@ -170,6 +179,12 @@ def refine_table(args):
     names = [name for name in settings if name in wanted] or settings
     arms = [arm for arm in ARMS if arm in wanted] or list(ARMS)
     seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+    # The commands below name row files, and not what was written into them.
+    maker = Path("runs") / args.name / "refine" / "command.json"
+    made_by = shlex.join(["refine", args.scale, str(args.rows), args.data or "", args.train or ""])
+    check_maker(maker, made_by)
+    if not args.list:
+        write_maker(maker, made_by)
     plans = {(name, seed): arms_of(args, name, seed) for name in names for seed in seeds}
     commands = dict(plan[arm] for plan in plans.values() for arm in arms)
     if args.list:

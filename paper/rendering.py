@@ -169,13 +169,13 @@ def table_of(results, columns, place):
 
 # --- row tests ------------------------------------------------------------------------------------
 
-TESTS, WITH_TRUSTED = "tests", "tests, trusted"
+TESTS, WITH_TRUSTED, SHARES = "tests", "tests, trusted", ("5%", "30%", "60%")
 
 
 def noise_lines(result, words, place):
-    """Lines of a Markdown table of one of the kinds `rankings`, `shares`, `reasons`."""
-    report, kinds = result["results"]["report"], {"rankings": ranking_rows, "shares": share_rows,
-                                                  "reasons": reason_rows}
+    """Lines of a Markdown table of one of the kinds `rankings`, `shares`, `flags`, `reasons`."""
+    report, kinds = result["results"]["report"], {
+        "rankings": ranking_rows, "shares": share_rows, "flags": flag_rows, "reasons": reason_rows}
     if len(words) != 1 or words[0] not in kinds:
         raise UserError(f"{place}: wanted one of {', '.join(kinds)}")
     return markdown_lines(*kinds[words[0]](report), place)
@@ -199,14 +199,25 @@ def ranking_rows(report):
 
 
 def share_rows(report):
-    """AUROC of the tests with trusted rows by share of bad rows, and what is flagged at 30 %."""
-    shares, rows = ("5%", "30%", "60%"), []
-    for fault, figures in files_with(report, "30%").items():
-        rows.append([fault, *(f"{files_with(report, share)[fault][WITH_TRUSTED]['auroc']:.3f}"
-                              for share in shares), f"{figures[WITH_TRUSTED]['found']:.0%}"])
+    """AUROC of the tests with trusted rows by share of bad rows."""
+    return ["faults", *SHARES], [
+        [fault, *(f"{files_with(report, share)[fault][WITH_TRUSTED]['auroc']:.3f}"
+                  for share in SHARES)] for fault in files_with(report, SHARES[0])]
+
+
+def flag_rows(report):
+    """By share of bad rows how many of them are flagged, and how many of the flagged are good."""
+    def cell(figures):
+        flagged = {label: sum(n for reason, n in own.items() if reason != "not flagged")
+                   for label, own in figures["reasons"].items()}
+        good = flagged["clean"] / max(1, sum(flagged.values()))
+        return f"{figures['found']:.0%}; {good:.0%}"
+
+    rows = [[fault, *(cell(files_with(report, share)[fault][WITH_TRUSTED]) for share in SHARES)]
+            for fault in files_with(report, SHARES[0])]
     clean = report["clean, 0%"][WITH_TRUSTED]["clean_flagged"]
-    rows.append(["none: a clean file", "-", "-", "-", f"{clean:.1%}"])
-    return ["faults", *(share.replace("%", " %") for share in shares), "flagged at 30 %"], rows
+    rows.append(["none: a clean file", f"{clean:.1%} of all", *["-"] * (len(SHARES) - 1)])
+    return ["flagged; of these good", *SHARES], rows
 
 
 def reason_rows(report):
@@ -232,11 +243,12 @@ def reason_rows(report):
 
 def pairs_lines(result, words, place):
     """The share of pairs whose worse answer has the worse score, by set."""
-    rows = []
-    for name, own in result["results"].items():
-        best = own[WITH_TRUSTED if WITH_TRUSTED in own else TESTS]
-        low, high = best["interval"]
-        rows.append([f"{name}, {best['pairs']} pairs",
-                     f"{best['share']:.3f} ({low:.2f}-{high:.2f})",
-                     *(f"{own[score]['share']:.3f}" for score in ("loss", "IFD", "length"))])
-    return markdown_lines(["set", "tests", "loss", "IFD", "length"], rows, place)
+    def cell(figures):
+        low, high = figures["interval"]
+        return f"{figures['share']:.3f} ({low:.2f}-{high:.2f})"
+
+    rows = [[f"{name}, {own[TESTS]['pairs']} pairs", *(cell(own[score]) if score in own else "-"
+                                                       for score in (TESTS, WITH_TRUSTED)),
+             *(f"{own[score]['share']:.3f}" for score in ("loss", "IFD"))]
+            for name, own in result["results"].items()]
+    return markdown_lines(["set", "tests", "with trusted rows", "loss", "IFD"], rows, place)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from utils import UserError, first_line
 
-SIZES = ("block_count", "embedding_length", "attention.head_count")
+SIZES = {"block_count": int, "embedding_length": int, "attention.head_count": int | list}
 
 
 def find(name):
@@ -20,7 +20,9 @@ def find(name):
     A folder with safetensors is read as such, whatever else it holds.
     """
     path = Path(name)
-    if path.suffix.lower() == ".gguf" and os.path.isfile(name):
+    if path.suffix.lower() == ".gguf" and not os.path.isdir(name):
+        if not os.path.isfile(name):
+            raise UserError(f"{name}: no such GGUF file")
         return path
     # os.path.isdir: False for a name that is too long, where Path's own raises
     if not os.path.isdir(name) or any(path.glob("*.safetensors")):
@@ -41,17 +43,18 @@ def check_header(path):
 
     try:
         metadata, tensors = read_gguf_metadata(str(path))
+        parts = int(metadata.get("split.count", 1))
     except Exception as error:  # lengths that lead nowhere raise a dozen classes
         raise UserError(f"{path}: a broken or truncated GGUF file ({first_line(error)}); copy it "
                         "again") from None
     kind = metadata["general.architecture"]
     # transformers takes a 7B model's sizes for those that a file leaves out
-    for key in SIZES:
-        if not isinstance(metadata.get(f"{kind}.{key}"), int | list):
+    for key, kinds in SIZES.items():
+        if not isinstance(metadata.get(f"{kind}.{key}"), kinds):
             raise UserError(f"{path}: an unsupported GGUF file (no {kind}.{key}); use the model's "
                             "safetensors")
-    if metadata.get("split.count", 1) > 1:
-        raise UserError(f"{path}: one part of a GGUF model in {metadata['split.count']} files; "
+    if parts > 1:
+        raise UserError(f"{path}: one part of a GGUF model in {parts} files; "
                         "merge them first (llama-gguf-split --merge)")
     if metadata[f"{kind}.block_count"] > len(tensors):
         raise UserError(f"{path}: a broken GGUF file (more layers than tensors); copy it again")

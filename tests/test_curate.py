@@ -17,7 +17,7 @@ import curate
 import models
 import train_online
 import utils
-from data import tokens
+from data.tokens import empty_prompt, load_rows
 from toy import corpus
 
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
@@ -58,12 +58,12 @@ def test_repetitive_and_well_formed():
 
 def test_empty_prompt():
     """The template around an empty question; something also when prompts share all or nothing."""
-    assert curate.empty_prompt([[1, 2, 7, 8, 3], [1, 2, 9, 3], [1, 2, 7, 4, 3]]) == [1, 2, 3]
-    assert curate.empty_prompt([[1, 2, 3], [1, 2, 3]]) == [1, 2, 3]
-    assert curate.empty_prompt([[1, 2, 3]]) == [1, 2, 3]
-    assert curate.empty_prompt([[5, 6], [7, 8]]) == [5]
-    assert curate.empty_prompt([[1, 1, 3], [1, 3]]) == [1, 3]  # head and tail do not overlap
-    assert curate.empty_prompt([[4, 4, 4], [4, 4]]) == [4, 4]
+    assert empty_prompt([[1, 2, 7, 8, 3], [1, 2, 9, 3], [1, 2, 7, 4, 3]]) == [1, 2, 3]
+    assert empty_prompt([[1, 2, 3], [1, 2, 3]]) == [1, 2, 3]
+    assert empty_prompt([[1, 2, 3]]) == [1, 2, 3]
+    assert empty_prompt([[5, 6], [7, 8]]) == [5]
+    assert empty_prompt([[1, 1, 3], [1, 3]]) == [1, 3]  # head and tail do not overlap
+    assert empty_prompt([[4, 4, 4], [4, 4]]) == [4, 4]
 
 
 @pytest.mark.parametrize(("chat", "text"), [
@@ -73,10 +73,10 @@ def test_empty_prompt_of_a_template(tmp_path, chat, text):
     rows = [{"prompt": f"{word} {n}", "response": "x"} for n, word in enumerate(
         ("alpha", "beta", "gamma", "delta"))]
     tokenizer = make_tokenizer(chat)
-    loaded, _ = tokens.load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, name="lower",
+    loaded, _ = load_rows(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, name="lower",
                                  cache_dir=tmp_path / "cache")
     prompts = [batches.prompt_of(row) for row in loaded]
-    found = tokenizer.decode(curate.empty_prompt(prompts))
+    found = tokenizer.decode(empty_prompt(prompts))
     assert found.replace("User: ", "User:") == text.replace("User: ", "User:")
 
 
@@ -247,7 +247,7 @@ def test_curated_rows(online, files, folders, spied):
     assert {e["row_id"] for e in run.curated if e["refined"] is not None} == worst
     prompts = {i: tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"]
                for i, row in enumerate(source)}
-    blank = curate.empty_prompt(list(prompts.values()))
+    blank = empty_prompt(list(prompts.values()))
     for entry in run.curated:
         if entry["refined"] is None:
             assert entry["recommended"] == "original"
@@ -390,7 +390,7 @@ def test_export(online, files, tmp_path, monkeypatch, layout):
     for row, entry in zip(rows, kept, strict=True):
         response = entry["refined" if entry["recommended"] == "refined" else "response"]
         assert exported(row, layout) == (entry["prompt"], response)
-    loaded, _ = tokens.load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(),
+    loaded, _ = load_rows(run.out / f"curated.{layout}.jsonl", make_tokenizer(),
                                  name="lower", cache_dir=tmp_path / "cache")
     texts = [exported(row, layout) for row in rows]
     assert list(loaded["hash"]) == [utils.content_hash(*text) for text in texts if text[1].strip()]
@@ -421,7 +421,7 @@ def test_export_of_pairs(train, online, files, tmp_path, monkeypatch):
         assert rejected == {"role": "assistant", "content": entry["response"]}
         assert pair["prompt"] == json.loads(json.dumps(rows[entry["row_id"]]["messages"][:-1]))
     for side in ("chosen", "rejected"):
-        loaded, _ = tokens.load_rows(file, make_tokenizer(), name="upper", side=side,
+        loaded, _ = load_rows(file, make_tokenizer(), name="upper", side=side,
                                      cache_dir=tmp_path / "cache")
         wanted = [pair[side][0]["content"] for pair in found]
         assert set(loaded["response"]) <= set(wanted) and len(loaded) > 3

@@ -72,8 +72,10 @@ def test_blocks_are_dequantised(tmp_path, kind, worst):
 def test_which_file_a_name_means(made, tmp_path):
     assert gguf_files.find(str(made["file"])) == made["file"]
     assert gguf_files.find(str(made["file"].parent)) == made["file"]
-    for name in (made["folder"], tmp_path, "no/such.gguf", "owner/name", "x" * 300):
+    for name in (made["folder"], tmp_path, "owner/name", "x" * 300):
         assert gguf_files.find(str(name)) is None
+    with pytest.raises(UserError, match=r"no/such\.gguf: no such GGUF file"):
+        gguf_files.find("no/such.gguf")
     both = copy_tree(made["folder"], tmp_path / "both")
     shutil.copy(made["file"], both)
     assert gguf_files.find(str(both)) is None  # safetensors come first

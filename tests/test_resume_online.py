@@ -186,7 +186,7 @@ def accepting(monkeypatch, files, tmp_path):
                 for way, own in measure(*rest).items()}
 
     monkeypatch.setattr(accept, "open_gates", open_gates)
-    paths = files(lower=24, upper=60, longest=2)
+    paths = files(lower=24, upper=80, longest=2)
     rows = read_rows(paths["lower"])
     mask = [{"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
              "kept": n % 2 > 0} for n, row in enumerate(rows)]
@@ -227,16 +227,17 @@ def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
     """Stopped before and after search.json is written, in each generation of a refresh, after a
     refresh, between refreshes and in the final pass."""
     paths, options = accepting
-    calls = die_in(accept, "generate", 0)
+    calls = die_in(curate, "generate", 0)
     whole = online(paths, out="whole", **options)
     assert [step["step"] for step in whole.metrics if "answers" in step] == [0, 5, 10, 15]
     for key in ("accepted/search", "accepted/generate"):
         assert sum(step.get(key, 0) for step in whole.metrics) > 3, key
     assert whole.result["refined/refined"] > 3
     stops = [(accept, "trial_search", 1), (accept.folder, "write_once", 1),
-             (accept, "generate", 1), (accept, "generate", 4), (metrics, "log_metrics", 2),
-             (accept, "generate", 6), (accept, "accepted_answers", 1), (metrics, "log_metrics", 5),
-             (metrics, "log_metrics", 4), (accept, "rewrite", 1), (models, "save_adapter", 1)]
+             (curate, "generate", 1), (curate, "generate", 4), (metrics, "log_metrics", 2),
+             (curate, "generate", 6), (accept, "accepted_answers", 1),
+             (metrics, "log_metrics", 5), (metrics, "log_metrics", 4), (accept, "rewrite", 1),
+             (models, "save_adapter", 1)]
     died = 0
     for number, (module, name, count) in enumerate(stops):
         die_in(module, name, count, after=name in ("accepted_answers", "log_metrics"))

@@ -9,6 +9,7 @@ from conftest import write_rows
 from fabricated import HOSTILE
 
 import eval as front
+from accept import upper_bound
 from evaluation import audit
 
 
@@ -16,6 +17,15 @@ from evaluation import audit
     (0, 10, 0.0, 0.3085), (10, 10, 0.6915, 1.0), (5, 10, 0.1871, 0.8129), (1, 30, 0.0008, 0.1722)])
 def test_intervals_are_those_of_the_tables(count, total, low, high):
     assert audit.clopper_pearson(count, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_eq_upper_bound():
+    """0 of n in closed form; 2 of 50: its table value; the binomial tail is 5 % there."""
+    for n in (10, 59, 100, 400):
+        assert upper_bound(0, n) == pytest.approx(1 - 0.05 ** (1 / n), abs=1e-12)
+    assert upper_bound(2, 50) == pytest.approx(0.1206, abs=1e-4)
+    assert upper_bound(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-12)
+    assert upper_bound(7, 7) == upper_bound(0, 0) == 1.0
 
 
 def test_intervals_cover():

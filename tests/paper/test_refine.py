@@ -30,7 +30,8 @@ def good(tmp_path):
 
 def arguments(good, folders, **changes):
     return SimpleNamespace(**{
-        "scale": "small", "name": "tried", "train": None, "online": None, "select": None,
+        "scale": "small", "name": "tried", "list": False, "train": None, "online": None,
+        "select": None,
         "rows": 40, "data": f"--model {folders['llama']} --lower {good['lower']} --upper "
         f"{good['upper']} --upper-heldout {good['heldout']} --max-length 128"} | changes)
 

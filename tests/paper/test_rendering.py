@@ -191,15 +191,18 @@ def test_row_tests_are_rendered(here):
     assert rows[0] == "| swapped | 0.800 | 0.810 (0.70-0.85) | 0.600 | 0.400 |"
     assert len(rows) == len(rendering.REASONS) and source.startswith("`python -m paper table1`")
     header, _, *rows, _, _ = rendered("noise_t shares")
-    assert header == "| faults | 5 % | 30 % | 60 % | flagged at 30 % |"
-    assert rows[0] == "| swapped | 0.810 | 0.810 | 0.810 | 50% |"
-    assert rows[-1] == "| none: a clean file | - | - | - | 1.2% |"
+    assert header == "| faults | 5% | 30% | 60% |"
+    assert rows[0] == "| swapped | 0.810 | 0.810 | 0.810 |"
+    header, _, *rows, _, _ = rendered("noise_t flags")
+    assert header == "| flagged; of these good | 5% | 30% | 60% |"
+    assert rows[0] == "| swapped | 50%; 22% | 50%; 22% | 50%; 22% |"
+    assert rows[-1] == "| none: a clean file | 1.2% of all | - | - |"
     _, _, *rows, _, _ = rendered("noise_t reasons")
     assert rows[3] == "| cut middle | 10 | end 6, not flagged 3, unclear 1 |"
     named, right = len(rendering.REASONS) * 8, len(rendering.REASONS) * 6
     assert rows[-1] == f"| right, of those with a name | {named} | {right} (75%) |"
-    for words in ("noise_t", "noise_t other", "noise_t shares reasons"):
-        with pytest.raises(rendering.UserError, match="wanted one of rankings, shares, reasons"):
+    for words in ("noise_t", "noise_t other", "noise_t shares flags"):
+        with pytest.raises(rendering.UserError, match="wanted one of rankings, shares, flags, r"):
             rendered(words)
 
 
@@ -210,5 +213,5 @@ def test_pairs_are_rendered(here):
     write(here, "pairs_t", results={"all": own, "b": own | {"tests, trusted": {
         "share": 0.7, "interval": [0.6, 0.8], "pairs": 7}}})
     assert rendered("pairs_t")[2:4] == [
-        "| all, 7 pairs | 0.500 (0.40-0.61) | 0.500 | 0.500 | 0.500 |",
-        "| b, 7 pairs | 0.700 (0.60-0.80) | 0.500 | 0.500 | 0.500 |"]
+        "| all, 7 pairs | 0.500 (0.40-0.61) | - | 0.500 | 0.500 |",
+        "| b, 7 pairs | 0.500 (0.40-0.61) | 0.700 (0.60-0.80) | 0.500 | 0.500 |"]
