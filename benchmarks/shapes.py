@@ -10,6 +10,7 @@ import batches
 import logprobs
 import models
 from data import tokens
+from runtime.precision import pick_dtype
 from toy import corpus
 from utils import UserError
 
@@ -36,10 +37,6 @@ def shape_config(name):
 
     kind, options = SHAPES[name]
     return AutoConfig.for_model(kind, **options)
-
-
-def default_dtype(device):
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def shaped_model(config, device, dtype, seed=0):
@@ -92,13 +89,12 @@ def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=Fa
                four_bit=False, dtype="auto"):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level.
 
-    lower_tokens, upper_tokens: mean lengths. dtype: auto is bfloat16 on CUDA, else float32.
+    lower_tokens, upper_tokens: mean lengths. dtype: as in `models.load_model`.
     """
     config = shape_config(name)
     lower, upper = (random_rows(count, mean, config.vocab_size, seed)
                     for seed, mean in enumerate((lower_tokens, upper_tokens)))
-    base = shaped_model(config, device, default_dtype(device) if dtype == "auto" else
-                        getattr(torch, dtype))
+    base = shaped_model(config, device, pick_dtype(dtype, device, config))
     if four_bit:
         base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
@@ -126,7 +122,7 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
             raise UserError(f"--vocabulary {vocabulary}: the tokenizer writes tokens up to "
                             f"{config.vocab_size}")
         config.vocab_size = vocabulary
-        base = shaped_model(config, device, default_dtype(device))
+        base = shaped_model(config, device, pick_dtype(dtype, device, config))
     else:
         base = models.load_model(source, device, dtype)
     lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in levels)

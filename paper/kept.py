@@ -3,10 +3,10 @@
 A fresh model is plainly fine-tuned on all lower rows, and on the share --keep-fraction that each
 ranking keeps. Every run reads as many lower-level tokens, so fewer rows are read more often. The
 held-out loss is of trusted rows that nothing was trained on. One pass of the row tests a seed gives
-all rankings their numbers; each is that of `python -m baselines` under the same name.
+all rankings their numbers, as `python -m baselines` has them; lengths are counted in tokens.
 
     random          a seeded permutation
-    length-matched  random, with as many short and long answers as `joined` keeps
+    length-matched  random, with as many answers of each length as `joined` keeps
     tests           the least surprising rows
     loss            the lowest losses under the base model
     joined          rows that look bad last, the others by loss
@@ -31,6 +31,7 @@ import utils
 from baselines import scores
 from data import sets
 from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
+from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
 from paper.statistics import (
@@ -58,7 +59,8 @@ def kept_table(args):
     names = chosen(args, RANKINGS + OF_OMEGA) if args.only else list(RANKINGS)
     folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
     if not args.list:
-        print_runs(args, len(names), guided)
+        build_missing(words_of(setting(args)["data"]))
+        print_runs(args, names, guided)
     files_of = execute(args, {ALL: SFT} | ({"BDS": OFF} if guided else {}), folder,
                        also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
@@ -117,8 +119,6 @@ def rankings_of(names, rows, weights, share, seed):
     found["length-matched"] = scores.length_matched_scores(
         column("length"), rank_rows(joined) <= round(share * len(rows)), seed)
     if "labels" in names:
-        if "bad" not in rows[0]:
-            raise UserError("kept: the lower rows have no column `bad`; leave labels out of --only")
         found["labels"] = found["random"] - len(rows) * column("bad")
     if weights is not None:
         found["omega"] = torch.tensor([weights[row["row_id"]] for row in rows]).double()
@@ -165,10 +165,13 @@ def what_was_read(file, name, seed, folder, tests):
     return found
 
 
-def print_runs(args, count, guided):
+def print_runs(args, names, guided):
     """Runs times minutes, from one step and one forward timed here, on the one thread of a run."""
-    words = words_of(*(setting(args)[part] for part in ("data", "train")))
+    words, count = words_of(*(setting(args)[part] for part in ("data", "train"))), len(names)
     run = session.plan(train_offline.parse_args(["--method", "sft", *words]))
+    if "labels" in names and "bad" not in run.levels.lower.column_names:
+        raise UserError("kept: the lower rows have no column `bad`, so there are no labels to rank "
+                        "by: name the other rankings with --only")
     step, forward = measured_rates(run)
     tokens = {name: int(sets.row_lengths(rows).sum())
               for name, rows in session.row_sets(run.levels).items()}

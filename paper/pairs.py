@@ -27,6 +27,8 @@ def pairs_table(args):
         raise UserError("pairs: name the rows: --data '--model MODEL --lower pairs.jsonl'")
     folder = Path("runs") / f"pairs_{args.name}"
     given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
+    if given.lower is None or given.model is None:
+        raise UserError("pairs: --data must name --model and --lower")
     noise.check_maker(folder / "command.json", args.command)
     levels, scorer = noise.open_scorer(given)
     answers, sets = read_pairs(given.lower, set(levels.lower["row_id"][:]))
@@ -42,9 +44,11 @@ def pairs_table(args):
     scores, _ = noise.scores_and_verdicts(found, made, trusted, given.seed)
     place = {row_id: n for n, row_id in enumerate(tokens["row_id"][:])}
     both = [n for n in range(len(sets)) if {2 * n, 2 * n + 1} <= set(place)]  # none was too long
+    if not both:
+        raise UserError(f"{given.lower}: of no pair both answers fit; a larger --max-length")
     right = {name: torch.tensor([shares_of(values[place[2 * n]], values[place[2 * n + 1]])
                                  for n in both]) for name, values in scores.items()}
-    names = ["all", *sorted(set(sets))]
+    names = ["all", *sorted({sets[n] for n in both})]
     results = {name: {method: share_and_interval(values[torch.tensor(
         [name in ("all", sets[n]) for n in both])], given.seed)
         for method, values in right.items()} for name in names}

@@ -13,9 +13,9 @@ Every arm masks rows by the same rule. What stands in for them differs:
                     others, half of them, are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
 
-Text: of --rows good rows SPOILT are bad, three in four with the answers of one another, one in four
-cut in the middle; these are masked. TRUSTED trusted rows. On the toy the weights mask. Settings
-were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
+Text: of --rows good rows half or 80 % are bad, three in four with the answers of one another, one
+in four cut in the middle; these are masked. TRUSTED trusted rows. On the toy the weights mask.
+Settings were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
 """
 
 import json
@@ -44,11 +44,11 @@ from toy import corpus
 from utils import UserError, table
 
 FIRST_SEED = 3
-NOISES = (0.4, 0.6, 0.8)
+NOISES = {"toy": (0.4, 0.6, 0.8), "small": (0.5, 0.8)}  # shares of bad rows
 # Late: by then the toy's weights have sunk and its guided model is right more often than not.
 TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
 TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
-SPOILT, CUT = 0.5, 1 / 4  # share of bad rows, and of cut ones among them
+CUT = 1 / 4  # share of cut rows among the bad ones
 TRUSTED, HELD_OUT = 400, 150  # trusted rows in all; rows of each kind that are held out
 TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
 MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",
@@ -84,13 +84,13 @@ def toy_rows(folder, seed, noise):
         row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
 
 
-def spoil(rows, seed):
+def spoil(rows, seed, share):
     """Some rows with one another's answers or cut ones: {"prompt", "response", "answer", "bad",
     "kind"}; `answer` is the right one."""
     rng = random.Random(f"refine {seed}")
     rows = [{**row, "answer": row["response"], "bad": False, "kind": "clean"} for row in rows]
     rng.shuffle(rows)
-    bad = rows[:round(SPOILT * len(rows))]
+    bad = rows[:round(share * len(rows))]
     cut, swapped = bad[:round(CUT * len(bad))], bad[round(CUT * len(bad)):]
     for row in cut:
         if text := faults.cut_middle(row, None, rng):
@@ -101,8 +101,8 @@ def spoil(rows, seed):
     return rows
 
 
-def text_rows(folder, seed, args, given):
-    """Writes the rows of the text setting: of rows that --data names some spoilt, others not.
+def text_rows(folder, seed, share, args, given):
+    """Writes the rows of a text setting: of rows that --data names a share spoilt, others not.
 
     given: {flag: value} of --data.
     """
@@ -115,7 +115,7 @@ def text_rows(folder, seed, args, given):
                 zip(rows["prompt"][:], rows["response"][:], strict=True)]
 
     good = read(given["--lower"], args.rows + HELD_OUT)
-    spoilt = spoil(good[HELD_OUT:], seed)
+    spoilt = spoil(good[HELD_OUT:], seed, share)
     for name, rows in (("lower", spoilt), ("lower_heldout", good[:HELD_OUT]),
                        ("upper", read(given["--upper"], TRUSTED)),
                        ("upper_heldout", read(given["--upper-heldout"], HELD_OUT)),
@@ -146,15 +146,15 @@ def arms_of(args, name, seed):
     """{arm: (result file, command)} of one setting and seed; writes its rows unless --list."""
     folder = Path("runs") / args.name / "refine" / slug(name)
     rows = folder / "rows" / f"seed-{seed}"
+    noise = float(name.removesuffix("% bad")) / 100
     if args.scale == "toy":
-        noise = float(name.removesuffix("% bad")) / 100
         if not args.list:
             toy_rows(rows, seed, noise)
         common = [*toy_words(rows), *words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
     else:
         given = flags_of(words_of(setting(args)["data"]))
         if not args.list:
-            text_rows(rows, seed, args, given)
+            text_rows(rows, seed, noise, args, given)
         given |= {f"--{part.replace('_', '-')}": str(rows / f"{part}.jsonl")
                   for part in ("lower", "upper", "upper_heldout", "lower_heldout")}
         common = [*(word for pair in given.items() for word in pair),
@@ -174,7 +174,7 @@ def refine_table(args):
     """Every arm of every setting over fresh seeds; results/NAME_refine.json."""
     if args.scale == "paper":
         raise UserError("refine: --scale toy or small")
-    settings = [f"{noise:.0%} bad" for noise in NOISES] if args.scale == "toy" else ["text"]
+    settings = [f"{noise:.0%} bad" for noise in NOISES[args.scale]]
     wanted = chosen(args, [*settings, *ARMS])
     names = [name for name in settings if name in wanted] or settings
     arms = [arm for arm in ARMS if arm in wanted] or list(ARMS)

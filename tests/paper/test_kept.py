@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from conftest import write_rows
+from conftest import make_rows, write_rows
 from test_plans import SPACES
 
 import ranking
@@ -41,12 +41,11 @@ def test_rankings_are_what_they_say():
         assert matched[part].sum() == chosen[part].sum()
     assert (matched != chosen).any()
     unlabelled = [{key: value for key, value in row.items() if key != "bad"} for row in ROWS]
-    with pytest.raises(utils.UserError, match="no column `bad`"):
-        kept.rankings_of(["labels"], unlabelled, None, 0.5, 3)
     assert "omega" not in kept.rankings_of([], unlabelled, None, 0.5, 3)
 
 
-def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, refused):
+def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, refused,
+                                                  folders):
     monkeypatch.chdir(tmp_path)
     words = ["kept", "--scale", "small", "--seeds", "2", "--name", "my runs", "--data", SPACES]
     main([*words, "--list"])
@@ -59,8 +58,13 @@ def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, 
             assert args.method == "sft" and args.skip_scores
     assert sum("--keep" in line for line in lines) == 2 * len(kept.RANKINGS)
     main([*words, "--list", "--only", "omega; labels"])
-    assert "runs/BDS" not in (out := capfd.readouterr().out) and out.count("--keep ") == 4
+    assert "/bds/seed-1" in (out := capfd.readouterr().out) and out.count("--keep ") == 4
     assert sum(" --method " not in line for line in out.splitlines() if "train_off" in line) == 2
+    plain = write_rows(tmp_path / "plain.jsonl", make_rows(20, 1))
+    assert "no column `bad`, so there are no labels" in refused(lambda: main([
+        "kept", "--scale", "small", "--data",
+        f"--model {folders['llama']} --lower {plain} --upper {plain} --allow-overlap"]))
+    assert not list(tmp_path.glob("runs/*"))
     assert "between 0 and 1" in refused(lambda: main([*words, "--keep-fraction", "1"]))
 
 

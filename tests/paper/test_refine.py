@@ -38,8 +38,8 @@ def arguments(good, folders, **changes):
 
 def test_spoilt_rows_keep_their_right_answer():
     rows = [{"prompt": str(n), "response": f"a b c d e f g h {n}"} for n in range(40)]
-    spoilt = refine.spoil(rows, seed=3)
-    assert spoilt == refine.spoil(rows, seed=3) != refine.spoil(rows, seed=4)
+    spoilt = refine.spoil(rows, 3, 0.5)
+    assert spoilt == refine.spoil(rows, 3, 0.5) != refine.spoil(rows, 4, 0.5)
     assert {row["prompt"]: row["answer"] for row in spoilt} == {
         row["prompt"]: row["response"] for row in rows}
     kinds = [row["kind"] for row in spoilt]
@@ -57,8 +57,8 @@ def test_text_rows_and_their_mask(tmp_path, monkeypatch, good, folders):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(refine, "HELD_OUT", 12)
     args = arguments(good, folders)
-    arms = refine.arms_of(args, "text", 2)
-    rows = tmp_path / "runs/tried/refine/text/rows/seed-2"
+    arms = refine.arms_of(args, "50% bad", 2)
+    rows = tmp_path / "runs/tried/refine/50-bad/rows/seed-2"
     found = {name: read_rows(rows / f"{name}.jsonl") for name in (
         "lower", "right", "upper", "train", "lower_heldout", "upper_heldout", "mask")}
     assert [len(found[name]) for name in ("lower", "right", "lower_heldout", "upper_heldout")] == [

@@ -14,6 +14,7 @@ import batches
 import curate
 import logprobs
 import models
+import train_online
 from paper import small
 from paper.__main__ import main
 
@@ -52,7 +53,6 @@ def test_the_whole_run(here, folders, capfd):
     main(words)
     text = capfd.readouterr().out
     assert text.index("measured here: forward ") < text.index("minutes") < text.index("RESULT ")
-    assert "--first-refresh 1" in text  # of two steps
     assert text.endswith("report: runs/text/report.html\ncurated set: runs/text/curated.jsonl\n")
     assert len(read_rows("runs/text/curated.jsonl")) == 30
     report, before = here / "runs/text/report.html", (here / "runs/text/result.json").read_bytes()
@@ -65,11 +65,12 @@ def test_the_whole_run(here, folders, capfd):
     assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
 
 
-def test_the_work_is_what_the_run_does(here, folders, monkeypatch):
+@pytest.mark.parametrize("held_out", [20, 40])  # too few to calibrate on, enough
+def test_the_work_is_what_the_run_does(here, folders, monkeypatch, held_out):
     """Tokens of all steps, forwards and decoding of a run against what is multiplied by rates."""
     copy_tree(folders["llama"], here / small.FOLDER)
     write_rows("noisy.jsonl", make_rows(60, seed=1))
-    write_rows("trusted.jsonl", make_rows(200, seed=2))  # 20 held out: too few to calibrate on
+    write_rows("trusted.jsonl", make_rows(10 * held_out, seed=2))
     done, plans = {"step": 0, "forward": 0, "answer": 0}, []
     packed, written = logprobs.packed_forward, curate.generate
 
@@ -83,16 +84,18 @@ def test_the_work_is_what_the_run_does(here, folders, monkeypatch):
 
     monkeypatch.setattr(logprobs, "packed_forward", counted)
     monkeypatch.setattr(batches, "packed_forward", counted)
-    monkeypatch.setattr(curate, "generate", decoded)
+    for module in (curate, train_online):
+        monkeypatch.setattr(module, "generate", decoded)
     monkeypatch.setattr(small, "print_minutes", lambda run: (plans.append(small.work_of(run)),
                                                              done.update(step=0, forward=0)))
     small_words = ["small", "--lower", "noisy.jsonl", "--upper", "trusted.jsonl", "--train",
-                   "--max-new-tokens 6 --max-length 64 --upper-limit 200"]
+                   f"--max-new-tokens 6 --max-length 64 --upper-limit {10 * held_out}"]
     main(small_words)
     for name, work in plans[0].items():
         if name != "answer":
             assert work == pytest.approx(done[name], rel=0.25), name
-    assert done["answer"] in (plans[0]["answer"], plans[0]["answer"] / 2)
+    assert done["answer"] == plans[0]["answer"]
+    assert read_rows("runs/text/metrics.jsonl")[0]["answers"] == 6  # a tenth, trained on
 
 
 @pytest.mark.parametrize("ends_at_once", [False, True])
