@@ -272,35 +272,26 @@ def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting,
     assert file.read_bytes() == before
 
 
-def test_another_mask_is_not_resumed(online, accepting, die_in, refused):
-    """The same file name, other rows in it: refused, in a line that fits a screen (the path of the
-    run folder aside)."""
+@pytest.mark.parametrize("change", ["mask", "upper"])
+def test_other_rows_are_not_resumed(online, accepting, die_in, refused, change):
+    """The mask's file with other rows in it; a trusted row that the run does not train on. In a
+    line that fits a screen (the path of the run folder aside)."""
     paths, options = accepting
     die_in(metrics, "log_metrics", 3)
     with pytest.raises(Killed):
         online(paths, **options)
     die_in()
-    rows = read_rows(options["mask"])
-    write_rows(options["mask"], [row | {"kept": True} if n == 4 else row
-                                 for n, row in enumerate(rows)])
+    rows = read_rows((paths | options)[change])
+    if change == "mask":
+        said = "cannot resume: args masked_rows was"
+        rows[4]["kept"] = True
+    else:
+        said = "cannot resume: data upper was"
+        gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[2]
+        rows[gate[0]]["response"] = "another answer"
+    write_rows((paths | options)[change], rows)
     line = refused(lambda: online(paths, **options, resume=True))
-    start = line.index("cannot resume: args masked_rows was")
-    assert len(line) - start < 140
-
-
-def test_other_trusted_rows_are_not_resumed(online, accepting, die_in, refused):
-    """Also when the change is in a row that the run does not train on."""
-    paths, options = accepting
-    die_in(metrics, "log_metrics", 3)
-    with pytest.raises(Killed):
-        online(paths, **options)
-    die_in()
-    rows = read_rows(paths["upper"])
-    gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[2]
-    rows[gate[0]]["response"] = "another answer"
-    write_rows(paths["upper"], rows)
-    assert "cannot resume: data upper was" in refused(
-        lambda: online(paths, **options, resume=True))
+    assert len(line) - line.index(said) < 140
 
 
 # --- killed for real ------------------------------------------------------------------------------
