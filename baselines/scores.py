@@ -8,7 +8,7 @@
              computes it
     labels   the rows that are known to be good, in a seeded order: what a perfect ranking keeps
     joined   rows that look bad last, the most surprising one behind all; the others by loss. The
-             tests find faults, the loss also tells ordinary rows apart (tests.py)
+             tests find faults, and rows of low loss train best (docs/results_text.md)
     length-matched  random, with as many rows of every length as another ranking keeps: `--like`
 
 Deviations:

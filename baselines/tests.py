@@ -9,7 +9,7 @@ slip, repetition, echo, loss and length (tokens of the answer); null where a det
 judge.
 
 `joined` takes the same forwards. Its flagged rows come last too, and the others stand by loss: the
-tests are for faults, and of ordinary rows the loss says more.
+tests are for faults, and of the other rows those of low loss train best.
 """
 
 import ranking

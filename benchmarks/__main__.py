@@ -11,7 +11,8 @@
     python -m benchmarks gpu         everything that needs a GPU, in calls of minutes (GPU.md)
 
 `--json FILE` saves the figures with the command, date, commit, hardware and versions. Without flags
-all but `accuracy` run on the embedded toy. What a figure is compared with stands at the top of its file.
+all but `accuracy` run on the embedded toy. What a figure is compared with stands at the top of its
+file.
 """
 
 import argparse
