@@ -19,7 +19,7 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
                PRECISION of the new answers are right and at most FALSE of the good originals would
                be replaced.
     gate       measures with fresh rows what that threshold is worth. A way whose precision misses
-               PRECISION by more than SLACK is closed.
+               PRECISION by more than SLACK, or that replaces more than FALSE, is closed.
 Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. An accepted answer trains with
 that of the gate as its weight. A cut answer that
 is not completed trains without an end token. Any other row is dropped.
@@ -56,7 +56,7 @@ RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
 SHORTLIST, QUESTIONS_AT_ONCE = 10, 64
-PART = 100   # trusted questions to calibrate with, and as many for the gate
+PART = 60  # trusted questions to calibrate with, and as many for the gate: 0 of 60 is at most 5 %
 CLOSED = 32  # tokens, the end included
 ENOUGH = 16  # rows on which a way must have been tried; of search every other has its answer
 NEVER = -1e30  # the margin of what is no answer at all; below every threshold
@@ -307,6 +307,9 @@ def gate(calibrate, check):
         return closed | report | {"why": f"{sum(taken)} of {len(taken)} accepted answers of the "
                                          "gate's rows are right"
                                   + (": too few to believe" if sum(taken) == len(taken) else "")}
+    if false > FALSE * len(spared):
+        return closed | report | {"why": f"it would replace {false} of the gate's {len(spared)} "
+                                         "good originals"}
     return report | {"threshold": threshold, "weight": weight, "why": "open"}
 
 

@@ -10,7 +10,7 @@ Every arm masks rows by the same rule. What stands in for them differs:
     accept          repaired or new answers that trusted rows vouch for: accept.py
     random          as many new answers, accepted at random
     drop, same      nothing, and trusted rows that train are those that train under accept: the
-                    others, half of them, are what accept pays for its calibration
+                    others are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
 
 Text: of --rows good rows half or 80 % are bad, three in four with the answers of one another, one

@@ -60,7 +60,7 @@ def tuned(folders, adapters):
 # --- parts of the trusted rows --------------------------------------------------------------------
 
 @pytest.mark.parametrize(("prompts", "sizes"), [(40, (20, 10, 10)), (43, (23, 10, 10)),
-                                                (400, (200, 100, 100)), (1000, (800, 100, 100))])
+                                                (400, (280, 60, 60)), (1000, (880, 60, 60))])
 def test_trusted_parts_are_disjoint(prompts, sizes):
     """A quarter each, at most PART, in any order of the file; no prompt is in two parts, and one
     that is not trained on counts once."""
@@ -327,7 +327,7 @@ def test_thresholds_by_hand():
 
 def test_a_gate_opens_and_closes():
     """Open with its precision as the weight; closed without a threshold, without the gate's rows
-    agreeing, and without rows; nothing in it that JSON cannot hold."""
+    agreeing or its good originals safe, and without rows; nothing in it that JSON cannot hold."""
     sure = [1.0] * 20, [True] * 20, [NEVER] * 20
     found = accept.gate(sure, ([1.0] * 18 + [0.5] * 12, [True] * 17 + [False] * 13,
                                [NEVER] * 29 + [2.0]))
@@ -339,13 +339,16 @@ def test_a_gate_opens_and_closes():
     assert closed["why"] == "15 of 20 accepted answers of the gate's rows are right"
     border = accept.gate(sure, ([1.0] * 18, [True] * 15 + [False] * 3, [NEVER] * 18))
     assert border["weight"] == 0.8  # PRECISION - SLACK itself is enough
+    unsafe = accept.gate(sure, ([1.0] * 20, [True] * 20, [NEVER] * 18 + [2.0] * 2))
+    assert (unsafe["threshold"], unsafe["false"]) == (None, 0.1)
+    assert unsafe["why"] == "it would replace 2 of the gate's 20 good originals"
     none = accept.gate(sure, ([0.0] * 20, [True] * 20, [NEVER] * 20))
     assert none["weight"] is None and none["precision"] is None and none["coverage"] == 0
     unsure = accept.gate((sure[0], [False] * 20, sure[2]), sure)
     assert unsure["why"] == "no margin makes 90% of new answers right"
     few = accept.gate(None, sure)
     assert few["why"].startswith("too few rows to try it on") and few == accept.gate(sure, None)
-    for report in (found, closed, border, none, unsure, few):
+    for report in (found, closed, border, unsafe, none, unsure, few):
         json.dumps(report, allow_nan=False)
 
 
