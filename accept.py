@@ -19,7 +19,7 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
                PRECISION of the new answers are right and at most FALSE of the good originals would
                be replaced.
     gate       measures with fresh rows what that threshold is worth. A way whose precision misses
-               PRECISION by more than SLACK, or that replaces more than FALSE, is closed.
+               PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
 Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. An accepted answer trains with
 that of the gate as its weight. A cut answer that
 is not completed trains without an end token. Any other row is dropped.
@@ -307,7 +307,7 @@ def gate(calibrate, check):
         return closed | report | {"why": f"{sum(taken)} of {len(taken)} accepted answers of the "
                                          "gate's rows are right"
                                   + (": too few to believe" if sum(taken) == len(taken) else "")}
-    if false > FALSE * len(spared):
+    if 1 - upper_bound(len(spared) - false, len(spared)) > FALSE:  # its lower bound
         return closed | report | {"why": f"it would replace {false} of the gate's {len(spared)} "
                                          "good originals"}
     return report | {"threshold": threshold, "weight": weight, "why": "open"}
