@@ -28,7 +28,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
 16. Beyond the paper: `--refine accept` trains on a new answer only where trusted rows say that such
-    answers are right (accept.py). `--mask FILE` masks the rows that a ranking does not keep.
+    answers are right (accept.py). `--mask FILE` masks what a ranking does not keep, from step 0 on.
 """
 
 import argparse
@@ -122,7 +122,6 @@ def check_refreshes(args, run):
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
-    # Drawn before the first step, when all weights are equal, a dynamic mask is a random one.
     last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
     mask_is_ranked = args.mask != "static" and (
         run.given_mask is not None or args.first_refresh + last_refresh > 0)
@@ -159,7 +158,8 @@ def begin(run, sampling):
     if run.args.refine in accept.RULES:
         accept.prepare(run, sampling)
     if run.saved is None:
-        return torch.zeros(run.num_rows, dtype=torch.bool), {}, 0
+        return (torch.zeros(run.num_rows, dtype=torch.bool) if run.given_mask is None
+                else run.given_mask), {}, 0
     buffer = {p: Answers(*answers) for p, answers in run.saved["buffer"].items()}
     return run.saved["mask"], buffer, run.saved["num_answers"]
 
