@@ -13,9 +13,9 @@ Every arm masks rows by the same rule. What stands in for them differs:
                     others are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
 
-Text: of --rows good rows half or 80 % are bad, three in four with the answers of one another, one
-in four cut in the middle; these are masked. TRUSTED trusted rows. On the toy the weights mask.
-Settings were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
+Masked are the bad rows and no others, from step 0 on. Text: of --rows good rows half or 80 % are
+bad, three in four with the answers of one another, one in four cut in the middle; TRUSTED trusted
+rows. Settings were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
 """
 
 import json
@@ -45,8 +45,8 @@ from utils import UserError, table
 
 FIRST_SEED = 3
 NOISES = {"toy": (0.4, 0.6, 0.8), "small": (0.5, 0.8)}  # shares of bad rows
-# Late: by then the toy's weights have sunk and its guided model is right more often than not.
-TOY = "--mask dynamic --first-refresh 150 --k-gen 25 --center --max-new-tokens 16"
+# From step 50 on the toy's guided model is right more often than not.
+TOY = "--first-refresh 50 --k-gen 25 --center --max-new-tokens 16"
 TEXT = "--epochs 1 --rho-start 0.5 --batch 16 --micro-batch 16 --max-new-tokens 64"
 CUT = 1 / 4  # share of cut rows among the bad ones
 TRUSTED, HELD_OUT = 400, 150  # trusted rows in all; rows of each kind that are held out
@@ -79,7 +79,9 @@ def write_mask(folder, tokenizer, max_length):
 def toy_rows(folder, seed, noise):
     """Writes the rows of a toy setting."""
     write_toy_rows(folder, seed, f"--noise {noise}")
-    trusted_to_train(folder, models.load_tokenizer(str(corpus.MODEL)), 128)
+    tokenizer = models.load_tokenizer(str(corpus.MODEL))
+    trusted_to_train(folder, tokenizer, 128)
+    write_mask(folder, tokenizer, 128)
     utils.write_jsonl(folder / "right.jsonl", (
         row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
 
@@ -150,23 +152,22 @@ def arms_of(args, name, seed):
     if args.scale == "toy":
         if not args.list:
             toy_rows(rows, seed, noise)
-        common = [*toy_words(rows), *words_of(TOY), "--ratio-masked", f"{noise - 0.1:.1f}"]
+        common = [*toy_words(rows), *words_of(TOY)]
     else:
         given = flags_of(words_of(setting(args)["data"]))
         if not args.list:
             text_rows(rows, seed, noise, args, given)
         given |= {f"--{part.replace('_', '-')}": str(rows / f"{part}.jsonl")
                   for part in ("lower", "upper", "upper_heldout", "lower_heldout")}
-        common = [*(word for pair in given.items() for word in pair),
-                  "--mask", str(rows / "mask.jsonl"), *words_of(TEXT)]
+        common = [*(word for pair in given.items() for word in pair), *words_of(TEXT)]
     other = {"drop, same": ["--upper", str(rows / "train.jsonl")],
              "right answers": ["--lower", str(rows / "right.jsonl")]}
     runs = {}
     for arm, flags in ARMS.items():
         out = folder / slug(arm) / f"seed-{seed}"
         runs[arm] = out / "result.json", shlex.join(
-            [ON, *common, *words_of(args.train or ""), *words_of(flags), *other.get(arm, []),
-             "--seed", str(seed), "--out", str(out)])
+            [ON, *common, "--mask", str(rows / "mask.jsonl"), *words_of(args.train or ""),
+             *words_of(flags), *other.get(arm, []), "--seed", str(seed), "--out", str(out)])
     return runs
 
 
