@@ -135,8 +135,10 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     write_rows(keep, [entry])
     bad("row_id 3 has hash 0+, the lower rows have [0-9a-f]{16}: the ranking belongs to other data",
         keep=keep)
-    write_rows(keep, [entry | {"kept": False}])
+    write_rows(keep, [entry | {"row_id": 99, "kept": False}])
     bad("keeps none of the 12 lower rows", keep=keep)
+    write_rows(keep, [entry | {"kept": False}])
+    bad("the ranking belongs to other data", keep=keep)
     write_rows(keep, [entry, {"row_id": 1}])
     bad(r"ranking\.jsonl line 2: no 'hash'", keep=keep)
     write_rows(keep, [entry | {"kept": "false"}])
@@ -145,7 +147,7 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     bad(r"ranking\.jsonl line 1: not valid JSON", keep=keep)
     keep.write_text("3\n")
     bad(r"ranking\.jsonl line 1: not valid JSON \(not an object\)", keep=keep)
-    keep.write_text("\ufeff" + json.dumps(entry | {"kept": False}))  # a byte-order mark is no error
+    keep.write_text("\ufeff" + json.dumps(entry | {"row_id": 99}))  # a byte-order mark is no error
     bad("keeps none of the 12 lower rows", keep=keep)
     keep.write_text("")
     bad("keeps none", keep=keep)
