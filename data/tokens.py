@@ -217,7 +217,7 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     template = None if chat else split_template(template or TEMPLATE)
     stamp = _source_stamp(parts)
     fingerprint = content_hash(json.dumps([
-        FORMAT, [(file.suffix, file_hash(file)) for file, *_ in stamp],
+        FORMAT, stamp,
         [getattr(part, "_fingerprint", "") for part in parts],
         columns, chat, template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id,
         tokenizer.bos_token_id, turns, side, max_length, limit, limit and seed]))
@@ -235,10 +235,13 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
 
 
 def _source_stamp(parts):
-    """(path, bytes, time of the last change) of every file that the rows come from."""
+    """(ending, content hash) of every file that the rows come from.
+
+    Not its time: another run may write the same rows at the same moment, as two on the toy do.
+    """
     files = [file for part in parts for file in (
         [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
-    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return [(file.suffix, file_hash(file)) for file in files]
 
 
 def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_length, limit, seed):

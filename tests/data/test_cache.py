@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT, make_rows, make_tokenizer, python, write_rows
 
 from data import cache, sources, tokens
-from utils import UserError
+from utils import UserError, write_atomic
 
 
 @pytest.fixture
@@ -109,6 +109,19 @@ def test_a_source_that_changes_while_it_is_read_is_refused(load, tmp_path, monke
     with pytest.raises(UserError, match="has changed while it was read"):
         load(make_rows(5, 1))
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_source_that_is_written_again_while_it_is_read(load, tmp_path, monkeypatch):
+    """Two runs that start together write the toy's rows both: the same ones."""
+    read = sources._read_json
+
+    def replaced(path):
+        for number, row in enumerate(read(path)):
+            if number == 3:
+                write_atomic(path, path.read_bytes())
+            yield row
+    monkeypatch.setattr(sources, "_read_json", replaced)
+    assert len(load(make_rows(5, 1))[0]) == 5
 
 
 # --- what killed runs leave -----------------------------------------------------------------------
