@@ -235,10 +235,8 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
 
 
 def _source_stamp(parts):
-    """(ending, content hash) of every file that the rows come from.
-
-    Not its time: another run may write the same rows at the same moment, as two on the toy do.
-    """
+    """(ending, content hash) of every file that the rows come from. No times: two runs that start
+    together both write the toy's rows."""
     files = [file for part in parts for file in (
         [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
     return [(file.suffix, file_hash(file)) for file in files]
