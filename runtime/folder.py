@@ -87,8 +87,10 @@ def open_run(out, config, resume, free_to_change=()):
 
 def _open_run(out, config, resume, free_to_change):
     file = out / "config.json"
+    # config.json may appear in between, written by another process that starts now.
     if not file.exists() and out.exists() and any(
-            path.name != LOCK and not path.match(".*.partial") for path in out.iterdir()):
+            path.name not in (LOCK, file.name) and not path.match(".*.partial")
+            for path in out.iterdir()):
         raise UserError(f"{out}: the folder holds other files and no run; choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
