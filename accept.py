@@ -21,8 +21,8 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
     gate       measures with fresh rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
 Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. An accepted answer trains with
-that of the gate as its weight. A cut answer that
-is not completed trains without an end token. Any other row is dropped.
+that of the gate as its weight. A cut answer that is not completed trains without an end token. Any
+other row is dropped.
 
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
 longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted

@@ -2,7 +2,7 @@
 
     run = session.plan(args)     rows and steps, printed; --dry-run stops after it
     session.start(run)           model, optimisers, selector; a new run folder, or a resumed one
-    monitor.end_step(run, ...)   log, evaluate, save: monitor.py
+    monitor.end_step(run, ...)   log, evaluate, save: runtime/monitor.py
     session.finish(run, ...)     the ranking of every lower row, the adapter, one table
 
 The method is in the scripts; nothing here takes a gradient. `run` is a plain namespace: args, the
@@ -19,13 +19,12 @@ from types import SimpleNamespace
 import batches
 import logprobs
 import models
-import monitor
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
-from runtime import folder, metrics, processes
+from runtime import folder, metrics, monitor, processes
 from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
 from selector import Selector

@@ -36,10 +36,10 @@ import time
 
 import batches
 import models
-import monitor
 import options
 import session
 from logprobs import sequence_logprobs
+from runtime import monitor
 from runtime.command import run as run_command
 from runtime.processes import all_sum
 from upper import upper_losses

@@ -39,7 +39,6 @@ import accept
 import batches
 import curate
 import models
-import monitor
 import options
 import ranking
 import session
@@ -52,6 +51,7 @@ from bmo_weights import (
 )
 from generate import generate
 from logprobs import sequence_logprobs
+from runtime import monitor
 from runtime.command import run as run_command
 from runtime.processes import all_sum, share_list
 from selector import dynamic_mask, static_mask

@@ -18,10 +18,10 @@ import batches
 import curate
 import eval as eval_front
 import models
-import monitor
 import ranking
 import train_online
 from data import layouts
+from runtime import monitor
 from toy import corpus
 from utils import content_hash
 

@@ -682,7 +682,7 @@ def test_every_flag_is_read_somewhere(parser):
     """By name, as `args.flag`, in a list of names or through a formatted one; a range check alone
     does not count."""
     sources = "".join((ROOT / name).read_text() for name in (
-        "train_offline.py", "session.py", "monitor.py", "data/sets.py", "options.py"))
+        "train_offline.py", "session.py", "runtime/monitor.py", "data/sets.py", "options.py"))
     checks = sources.index("def check_values"), sources.index("def gammas")
     sources = sources[:checks[0]] + sources[checks[1]:]
     read = set(re.findall(r"\bargs\.(\w+)", sources)) | set(re.findall(r"\bfirst\.(\w+)", sources))
