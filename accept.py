@@ -28,8 +28,8 @@ Right means: word for word. So `continue` and `generate` write answers of at mos
 longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
 question with a longer answer is asked as well: a short answer to it is wrong.
 
-The trials of `search` offer every other row its own answer. In a file that holds fewer of them
-more of what is accepted is wrong: up to the accept rate of the rows without theirs.
+The trials of `search` offer each row its own answer once, and once not. How many of the file's rows
+have theirs in it is estimated from the margins (`share_present`), and weighs the two.
 
 Other margins were measured and are worse: agreement of samples, and the log-prob under the guided
 model less that under the base (docs/tried.md).
@@ -55,10 +55,10 @@ import torch
 RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
-SHORTLIST, QUESTIONS_AT_ONCE = 10, 64
+SHORTLIST, QUESTIONS_AT_ONCE = 5, 64
 PART = 60  # trusted questions to calibrate with, and as many for the gate: 0 of 60 is at most 5 %
 CLOSED = 32  # tokens, the end included
-ENOUGH = 16  # rows on which a way must have been tried; of search every other has its answer
+ENOUGH = 16  # rows on which a way must have been tried
 NEVER = -1e30  # the margin of what is no answer at all; below every threshold
 # The ways of a row by the reason why it looks bad (detect.py). Any row may be answered anew.
 REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
@@ -151,25 +151,36 @@ def best_of(scores, original):
     return ordered[0], scores[ordered[0]] - max([original] + [scores[p] for p in ordered[1:2]])
 
 
-def search(model, rows, originals, pool, blank, context):
-    """[[(place in pool or None, margin), one an original], one a row].
+def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
+    """[({place in pool: s}, best overlap of words first, [s of each row of `beaten`])], one a row.
 
-    rows, pool: of `as_rows`, the pool's answers all different. originals: for each row the bodies
-    that are to be beaten, in turn; the same text found in the pool is not another answer. context:
-    of the model; an answer that has no room behind a prompt is not found for it.
+    rows, pool: of `as_rows`, the pool's answers all different; beaten: for each row those whose
+    answers a found one must beat. context: of the model; an answer that has no room behind a prompt
+    is not found for it.
     """
-    lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool])
+    lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool], size)
     lists = [[place for place in places if has_room(row, pool[place], context)]
              for row, places in zip(rows, lists, strict=True)]
     bodies, own = [row["body"] for row in pool], []
-    for mine in originals:
-        own.append([*range(len(bodies), len(bodies) + len(mine))])
-        bodies += mine
+    for others in beaten:
+        own.append([*range(len(bodies), len(bodies) + len(others))])
+        bodies += [row["body"] for row in others]
     scores = pair_scores(model, [row["prompt"] for row in rows], bodies, blank,
                          [places + mine for places, mine in zip(lists, own, strict=True)])
-    return [[best_of({p: values[p] for p in places if bodies[p] != bodies[place]}, values[place])
-             for place in mine]
+    return [({p: values[p] for p in places}, [values[p] for p in mine])
             for places, values, mine in zip(lists, scores, own, strict=True)]
+
+
+def search(model, rows, pool, blank, context):
+    """[(place in pool or None, margin)], one a row; see `scored`. Its own text is not found."""
+    return [best_of(unlike(scores, pool, row), own) for row, (scores, (own,)) in zip(
+        rows, scored(model, rows, [[row] for row in rows], pool, blank, context), strict=True)]
+
+
+def unlike(scores, pool, row):
+    """Of {place in pool: s} the first SHORTLIST whose answer is not the row's."""
+    others = [p for p in scores if not same(pool[p]["answer"], row["answer"])]
+    return {p: scores[p] for p in others[:SHORTLIST]}
 
 
 def has_room(row, other, context):
@@ -178,27 +189,34 @@ def has_room(row, other, context):
 
 
 def different(rows):
-    """The rows without those whose answer, token by token, another one has too."""
-    return list({tuple(row["body"]): row for row in rows}.values())
+    """The rows without those whose answer another one has too."""
+    return list({plain(row["answer"]): row for row in rows}.values())
 
 
 def trial_search(model, trusted, pool, blank, context):
-    """What `search` does with trusted rows: margins, right, spared, each (n,); see `threshold_of`.
+    """What `search` does with n trusted rows: margins, right (2 n,), spared (n,); see
+    `threshold_of`.
 
-    A row's bad original is the next answer that differs and fits. Every other row's answer is
-    offered beside those of the pool; where its own is not, nothing found is right.
+    A row's bad original is the next answer that differs and fits. Each row is tried twice: its own
+    answer is offered beside those of the pool and of the other rows, and it is not; then nothing
+    found is right.
     """
-    offered, bad = different([*pool, *trusted[::2]]), []
+    offered, bad = different([*pool, *trusted]), []
     for n, row in enumerate(trusted):
-        bad.append(next((other["body"] for other in (*trusted[n + 1:], *trusted[:n])
-                         if other["body"] != row["body"] and has_room(row, other, context)),
-                        row["body"]))
-    found = search(model, trusted, [[wrong, row["body"]] for wrong, row in zip(
-        bad, trusted, strict=True)], offered, blank, context)
-    margins = [margin for (_, margin), _ in found]
-    right = [place is not None and offered[place]["body"] == row["body"]
-             for ((place, _), _), row in zip(found, trusted, strict=True)]
-    return margins, right, [margin for _, (_, margin) in found]
+        bad.append(next((other for other in (*trusted[n + 1:], *trusted[:n])
+                         if not same(other["answer"], row["answer"])
+                         and has_room(row, other, context)), row))
+    margins, right, spared = [], [], []
+    for row, wrong, (scores, (s_wrong, s_own)) in zip(trusted, bad, scored(
+            model, trusted, [[*pair] for pair in zip(bad, trusted, strict=True)], offered, blank,
+            context, SHORTLIST + 1), strict=True):
+        without = unlike(scores, offered, row)
+        for answers in (scores, without):
+            place, margin = best_of(unlike(answers, offered, wrong), s_wrong)
+            margins.append(margin)
+            right.append(place is not None and same(offered[place]["answer"], row["answer"]))
+        spared.append(best_of(without, s_own)[1])
+    return margins, right, spared
 
 
 # --- continue and generate ------------------------------------------------------------------------
@@ -219,8 +237,12 @@ def written(model, prompts, sampling, text_of, label):
 
 def same(one, other):
     """Whether two answers are equal word for word; case, spacing and a last full stop aside."""
-    one, other = (" ".join(text.casefold().split()).removesuffix(".") for text in (one, other))
-    return one == other
+    return plain(one) == plain(other)
+
+
+def plain(text):
+    """What `same` compares."""
+    return " ".join(text.casefold().split()).removesuffix(".")
 
 
 def trial_written(model, trusted, way, sampling, text_of, seed):
@@ -251,17 +273,49 @@ def trial_written(model, trusted, way, sampling, text_of, seed):
 
 # --- thresholds -----------------------------------------------------------------------------------
 
-def threshold_of(margins, right, spared):
+def share_present(found, offered, missing):
+    """The share of rows whose own answer the file holds, from 0 to 1, less one standard error.
+
+    found (n,): margins of the file's suspect rows; offered, missing (m,): of trials in which the
+    own answer was there, and was not. Adjusted count (Forman 2008): how much more of `found` than
+    of `missing` lies beyond the margin that tells the two best apart, over the same of `offered`.
+    """
+    def beyond(values, t):
+        return sum(value >= t for value in values) / len(values)
+
+    best = max(offered, key=lambda t: beyond(offered, t) - beyond(missing, t))
+    all_of, hit, miss = (beyond(values, best) for values in (found, offered, missing))
+    if hit <= miss:
+        return 0.0
+    share = min(1.0, max(0.0, (all_of - miss) / (hit - miss)))
+    variance = all_of * (1 - all_of) / len(found) + (
+        share**2 * hit * (1 - hit) + (1 - share)**2 * miss * (1 - miss)) / len(offered)
+    return max(0.0, share - math.sqrt(variance) / (hit - miss))
+
+
+def tally(margins, right, threshold, present=None):
+    """(right, all) of the new answers with a margin of the threshold or more.
+
+    present: of `share_present`, where every second trial is one without the own answer: the trials
+    then count as often as the file has such rows.
+    """
+    weights = (1, 1) if present is None else (2 * present, 2 * (1 - present))
+    taken = [(weights[n % 2], ok) for n, (m, ok) in enumerate(zip(margins, right, strict=True))
+             if m >= threshold]
+    return sum(weight for weight, ok in taken if ok), sum(weight for weight, _ in taken)
+
+
+def threshold_of(margins, right, spared, present=None):
     """The smallest margin t from which on the accepted are right and good originals are safe; None.
 
     margins, right (n,): of new answers for rows with a bad original; spared (m,): the margin with
     which another answer would replace a good original, NEVER for none. For all accepted at once
     (margin >= t): (right + 1) / (accepted + 2), their precision, never quite 0 or 1, at least
-    PRECISION; share of spared >= t at most FALSE.
+    PRECISION; share of spared >= t at most FALSE. present: see `tally`.
     """
     def holds(t):
-        accepted = [ok for m, ok in zip(margins, right, strict=True) if m >= t]
-        return ((sum(accepted) + 1) / (len(accepted) + 2) >= PRECISION
+        good, accepted = tally(margins, right, t, present)
+        return ((good + 1) / (accepted + 2) >= PRECISION
                 and sum(m >= t for m in spared) <= FALSE * len(spared))
 
     return min((t for t in margins if t > NEVER and holds(t)), default=None)
@@ -282,31 +336,33 @@ def upper_bound(count, total, level=0.95):
     return high
 
 
-def gate(calibrate, check):
+def gate(calibrate, check, present=None):
     """{"threshold", "weight", "why", ...} of one way, from two trials (margins, right, spared).
 
-    A trial is None for too few rows. threshold and weight are None when the way is closed. Of the
-    gate's rows: precision, coverage of what is accepted; right: the share if all were taken; false,
-    false_bound: of good originals replaced, and its one-sided 95 % bound; rows: tried.
+    A trial is None for too few rows; present: see `tally`. threshold and weight are None when the
+    way is closed. Of the gate's rows: precision, coverage of what is accepted; right: the share if
+    all were taken; false, false_bound: of good originals replaced, and its one-sided 95 % bound;
+    rows: tried.
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
         return closed | {"rows": 0, "why": "too few rows to try it on (trusted answers of at most "
                          f"{CLOSED} tokens; for search, suspect rows)"}
-    (margins, right, spared), threshold = check, threshold_of(*calibrate)
-    report = {"rows": len(right), "right": sum(right) / len(right)}
+    (margins, right, spared), threshold = check, threshold_of(*calibrate, present)
+    all_right, tried = tally(margins, right, -math.inf, present)
+    report = {"rows": len(right), "right": all_right / tried}
     if threshold is None:
         return closed | report | {"why": f"no margin makes {PRECISION:.0%} of new answers right"}
-    taken = [ok for m, ok in zip(margins, right, strict=True) if m >= threshold]
+    good, accepted = tally(margins, right, threshold, present)
     false = sum(m >= threshold for m in spared)
-    report |= {"precision": sum(taken) / len(taken) if taken else None,
-               "coverage": len(taken) / len(right), "false": false / len(spared),
+    report |= {"precision": good / accepted if accepted else None,
+               "coverage": accepted / tried, "false": false / len(spared),
                "false_bound": upper_bound(false, len(spared))}
-    weight = (sum(taken) + 1) / (len(taken) + 2)
+    weight = (good + 1) / (accepted + 2)
     if weight < PRECISION - SLACK:
-        return closed | report | {"why": f"{sum(taken)} of {len(taken)} accepted answers of the "
+        return closed | report | {"why": f"{good:.3g} of {accepted:.3g} accepted answers of the "
                                          "gate's rows are right"
-                                  + (": too few to believe" if sum(taken) == len(taken) else "")}
+                                  + (": too few to believe" if good == accepted else "")}
     if 1 - upper_bound(len(spared) - false, len(spared)) > FALSE:  # its lower bound
         return closed | report | {"why": f"it would replace {false} of the gate's {len(spared)} "
                                          "good originals"}
@@ -424,18 +480,19 @@ def prepare(run, sampling):
     run.gates = None
     if run.step == 0:
         run.gates = open_gates(run, sampling)
-        print_gates(run.gates)
+        print_gates(run.gates, run.searched["present"])
 
 
 def search_once(run, suspects):
     """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
 
     suspects: places of lower rows that may have another question's answer. Returns {"found":
-    {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials}; the run folder keeps it.
+    {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials, "present": of
+    `share_present`, None without trials}; the run folder keeps it.
     """
     def read(file):
         saved = json.loads(file.read_text())
-        return {key: saved[key] for key in run.trusted} | {
+        return {key: saved[key] for key in ("present", *run.trusted)} | {
             "found": {int(row_id): own for row_id, own in saved["found"].items()}}
 
     saved = folder.read_once(run.out / "search.json", read)
@@ -445,9 +502,8 @@ def search_once(run, suspects):
         [run.levels.lower[p] for p in suspects], *run.trusted.values()))
     pool, blank = different(rows), blank_prompt(run.levels.lower)
     found = {}
-    for row, ((place, margin),) in zip(rows, search(
-            run.model, rows, [[row["body"]] for row in rows], pool, blank, run.context),
-            strict=True):
+    for row, (place, margin) in zip(rows, search(run.model, rows, pool, blank, run.context),
+                                    strict=True):
         if place is not None:
             found[row["row_id"]] = {"tokens": pool[place]["body"] + pool[place]["end"],
                                     "source": pool[place]["row_id"], "margin": margin}
@@ -455,13 +511,17 @@ def search_once(run, suspects):
         name: trial_search(run.model, part, pool, blank, run.context)
         if len(part) >= ENOUGH and pool else None
         for name, part in zip(run.trusted, trusted, strict=True)}
+    margins = [own["margin"] for own in found.values()] + [NEVER] * (len(rows) - len(found))
+    trial = saved["calibrate"]
+    saved["present"] = trial and share_present(margins, trial[0][::2], trial[0][1::2])
     folder.write_once(run.out / "search.json", json.dumps(saved) + "\n")
     return saved
 
 
 def open_gates(run, sampling, wanted=WAYS):
     """{way: `gate`} under the model of now; ways that nobody wants are closed."""
-    gates = {"search": gate(run.searched["calibrate"], run.searched["gate"])}
+    searched = run.searched
+    gates = {"search": gate(searched["calibrate"], searched["gate"], searched["present"])}
     parts = {name: [row for row in as_rows(part, run.ends)
                     if len(row["prompt"]) + 2 * CLOSED <= run.context]
              for name, part in run.trusted.items()}
@@ -510,13 +570,16 @@ def accepted_answers(run, places, sampling, number):
                                 "time/generate": time.perf_counter() - started}
 
 
-def print_gates(gates):
-    """The gate as a table, and what it advises."""
+def print_gates(gates, present):
+    """The gate as a table, and what it advises; present: of `share_present`, or None."""
     print(table(["way", "rows", "right if all taken", "accepted", "of these right",
                  "good answers replaced", "at most"], [
         [way, own["rows"], *("-" if own.get(key) is None else f"{own[key]:.0%}" for key in (
             "right", "coverage", "precision", "false", "false_bound"))]
         for way, own in gates.items()]))
+    if present is not None:
+        print(f"search: at least about {present:.0%} of the suspect rows have their own answer "
+              "behind another one")
     for way, own in gates.items():
         if own["threshold"] is None:
             print(f"{way}: closed, {own['why']}")

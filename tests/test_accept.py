@@ -140,8 +140,9 @@ def scored(monkeypatch):
                 for prompt, places in zip(prompts, lists, strict=True)]
 
     monkeypatch.setattr(accept, "pair_scores", pair_scores)
-    monkeypatch.setattr(accept, "shortlists", lambda questions, answers: [
-        [p for p in range(len(answers)) if (q, answers[p]) not in spy.missed] for q in questions])
+    monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
+        [p for p in range(len(answers)) if (q, answers[p]) not in spy.missed][:size]
+        for q in questions])
     return spy
 
 
@@ -158,35 +159,49 @@ def test_search_finds_the_answers_that_changed_places(scored):
     bodies, texts = [row["body"] for row in rows], [row["answer"] for row in rows]
     for row, n in zip(rows, (1, 0, 2, 2), strict=True):  # 2 is right, 3 has 2's answer
         row |= {"body": bodies[n], "answer": texts[n]}
+    rows[3]["answer"] += "."  # the same text, as `same` compares
     pool = accept.different(rows)
     assert [row["body"] for row in pool] == [bodies[1], bodies[0], bodies[2]]
-    found = accept.search(None, rows, [[row["body"]] for row in rows], pool, [3], 99)
-    assert [own[0][0] for own in found] == [1, 0, 1, 1]
-    assert [own[0][1] for own in found] == pytest.approx([6.01, 6.0, -6.0, 0.01], abs=0.02)
-    assert accept.search(None, [], [], pool, [3], 99) == []
-    assert accept.search(None, rows, [[b] for b in bodies], [], [3], 99) == [[(None, NEVER)]] * 4
+    found = accept.search(None, rows, pool, [3], 99)
+    assert [place for place, _ in found] == [1, 0, 1, 1]
+    assert [margin for _, margin in found] == pytest.approx([6.01, 6.0, -6.0, 0.01], abs=0.02)
+    assert accept.search(None, [], pool, [3], 99) == []
+    assert accept.search(None, rows, [], [3], 99) == [(None, NEVER)] * 4
     rows[0]["prompt"] += [7]  # six tokens with an answer, of which the context has five
-    found = accept.search(None, rows, [[row["body"]] for row in rows], pool, [3], 5)
-    assert [own[0][0] for own in found] == [None, 0, 1, 1]
+    assert [place for place, _ in accept.search(None, rows, pool, [3], 5)] == [None, 0, 1, 1]
 
 
-def test_the_trial_of_search_is_right_only_where_the_own_answer_is_offered(scored):
-    """Even rows find their answers, unless the shortlist misses them; odd rows never are right."""
-    trusted, pool = puzzle(9), puzzle(4, first=200)
-    scored.missed = {(trusted[4]["question"], trusted[4]["answer"])}
+def test_the_trial_of_search_offers_each_own_answer_once_and_once_not(scored):
+    """Where it is offered it is found, unless the shortlist misses it; else nothing is right."""
+    trusted, pool = puzzle(3), puzzle(2, first=200)
+    scored.missed = {(trusted[2]["question"], trusted[2]["answer"])}
     margins, right, spared = accept.trial_search(None, trusted, pool, [3], 99)
-    assert right == [n % 2 == 0 and n != 4 for n in range(9)]
+    assert right == [k == 0 and n != 2 for n in range(3) for k in (0, 1)]
     assert all((m > 4) == ok for m, ok in zip(margins, right, strict=True))
-    assert max(spared) < -4  # beside the good original nothing fits
+    assert len(spared) == 3 and max(spared) < -4  # beside the good original nothing fits
     (_, bodies, lists), = scored.asked
     for n, places in enumerate(lists):  # the bad original is another row's answer, and is beaten
         assert bodies[places[-1]] == trusted[n]["body"]
-        assert bodies[places[-2]] == trusted[(n + 1) % 9]["body"]
-    # Answers that occur twice: a copy in the pool is the right answer as well.
-    double = [row | {"body": trusted[n // 2 * 2]["body"], "prompt": trusted[n // 2 * 2]["prompt"]}
-              for n, row in enumerate(trusted)]
+        assert bodies[places[-2]] == trusted[(n + 1) % 3]["body"]
+    # Answers that occur twice, and once with a full stop: a copy is the right answer as well.
+    double = [row | {"body": own["body"], "prompt": own["prompt"],
+                     "answer": own["answer"] + ("." if n % 2 else "")}
+              for n, row in enumerate(trusted) for own in [trusted[n // 2 * 2]]]
     _, right, spared = accept.trial_search(None, double, pool, [3], 99)
-    assert right == [n != 4 for n in range(9)] and max(spared) < -4
+    assert right == [k == 0 and n != 2 for n in range(3) for k in (0, 1)] and max(spared) < -4
+
+
+def test_a_trial_chooses_among_as_many_answers_as_the_search(monkeypatch):
+    """SHORTLIST each, with the own answer and without it."""
+    rows, seen = puzzle(accept.SHORTLIST + 5), []
+    monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
+        [*range(len(answers))][:size] for _ in questions])
+    monkeypatch.setattr(accept, "pair_scores", lambda model, prompts, bodies, blank, lists: [
+        dict.fromkeys(places, 0.0) for places in lists])
+    monkeypatch.setattr(accept, "best_of", lambda scores, own: seen.append([*scores]) or (0, 0.0))
+    accept.search(None, rows[:1], rows[1:], [3], 99)
+    accept.trial_search(None, rows[:1], rows[1:], [3], 99)
+    assert [len(places) for places in seen] == [accept.SHORTLIST] * 4
 
 
 # --- continue and generate ------------------------------------------------------------------------
@@ -323,6 +338,54 @@ def test_thresholds_by_hand():
     assert accept.threshold_of(good, [True] * 20, [NEVER] * 18 + [9.0, 5.0]) == 6.0
     nan = float("nan")
     assert accept.threshold_of([nan, *good], [False] + [True] * 20, [NEVER]) == 0.0
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.2, 0.5, 0.8, 1.0])
+def test_how_many_rows_have_their_own_answer_in_the_file(truth):
+    """Of margins drawn with it and without: seldom more than are there, and not far below."""
+    rng, found = random.Random(int(10 * truth)), []
+
+    def draws(present, count):
+        return [rng.gauss(3 if present else 0, 1) for _ in range(count)]
+
+    for _ in range(200):
+        count = round(300 * truth)
+        found.append(accept.share_present(draws(True, count) + draws(False, 300 - count),
+                                          draws(True, 60), draws(False, 60)))
+    assert sum(share > truth + 0.02 for share in found) < 50
+    assert abs(sum(found) / 200 - truth) < 0.08
+    assert all(0 <= share <= 1 for share in found)
+
+
+def test_the_share_present_by_hand():
+    """40 % of the rows lie beyond 1, all with the own answer and 25 % without: 20 % have theirs,
+    less an error of sqrt(0.4 * 0.6 / n + 0.8^2 * 0.25 * 0.75 / m) / 0.75."""
+    offered, missing = [1.0, 2.0, 3.0, 4.0], [0.0, 0.5, 0.7, 2.5]
+    found = [5.0, 4.0, 3.0, 1.0] + [0.0] * 6
+    assert accept.share_present(found, offered, missing) == 0.0  # an error of 0.31
+    offered, missing, found = offered * 100, missing * 100, found * 50
+    error = math.sqrt(0.24 / 500 + 0.64 * 0.1875 / 400) / 0.75
+    assert accept.share_present(found, offered, missing) == pytest.approx(0.2 - error)
+    assert accept.share_present(found, missing, offered) == 0.0
+    assert accept.share_present([NEVER] * 9, [NEVER] * 3, [NEVER] * 3) == 0.0
+
+
+def test_trials_count_as_often_as_the_file_has_such_rows():
+    """Ten pairs of trials; with the own answer all are right beyond 1, without it two are accepted.
+    At a share of 0.9 that is 18 right of 18.4, at 0.5 10 right of 12."""
+    margins, right = [2.0, 1.5] * 2 + [2.0, 0.0] * 8, [True, False] * 10
+    assert accept.tally(margins, right, 1.0) == (10, 12)
+    assert accept.tally(margins, right, 1.0, 0.5) == (10, 12)
+    assert accept.tally(margins, right, 1.0, 0.9) == pytest.approx((18, 18.4))
+    assert accept.threshold_of(margins, right, [NEVER], 0.9) == 1.5
+    assert accept.threshold_of(margins, right, [NEVER], 0.6) == 2.0
+    assert accept.threshold_of(margins, right, [NEVER], 0.2) is None
+    trial = margins, right, [NEVER] * 20
+    assert accept.gate(trial, trial, 0.6)["weight"] == pytest.approx(13 / 14)
+    found = accept.gate(trial, trial, 0.9)
+    assert found["weight"] == pytest.approx(19 / 20.4) and found["right"] == pytest.approx(0.9)
+    assert (found["precision"], found["coverage"]) == pytest.approx((18 / 18.4, 18.4 / 20))
+    assert accept.gate(trial, trial, 0.0)["threshold"] is None
 
 
 def test_a_gate_opens_and_closes():
@@ -587,6 +650,8 @@ def test_no_answer_is_put_where_it_has_no_room(online, files, mask_of, monkeypat
             row["response" if n % 5 == 1 else "prompt"] += 14 * (n % 5 in (1, 2)) * " stone"
         write_rows(paths[name], rows)
     seen, lists, losses, score = [], [], accept.row_losses, accept.pair_scores
+    monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
+        [*range(len(answers))] for _ in questions])
     monkeypatch.setattr(accept, "row_losses", lambda model, rows, **more: seen.extend(
         len(row["input_ids"]) for row in rows) or losses(model, rows, **more))
     monkeypatch.setattr(accept, "pair_scores", lambda *given: lists.append(given[-1]) or score(

@@ -231,7 +231,7 @@ def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
     whole = online(paths, out="whole", **options)
     assert [step["step"] for step in whole.metrics if "answers" in step] == [0, 5, 10, 15]
     for key in ("accepted/search", "accepted/generate"):
-        assert sum(step.get(key, 0) for step in whole.metrics) > 3, key
+        assert sum(step.get(key, 0) for step in whole.metrics) > 2, key
     assert whole.result["refined/refined"] > 3
     stops = [(accept, "trial_search", 1), (accept.folder, "write_once", 1),
              (curate, "generate", 1), (curate, "generate", 4), (metrics, "log_metrics", 2),
