@@ -12,7 +12,8 @@ RECIPES = ".cache/recipes"  # where `python -m paper.recipes` writes the paper's
 # Published values (section 5, appendix D) and nothing else; what the paper leaves out is a default.
 PAPER = {"lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "batch": 32, "micro_batch": 8, "epochs": 3,
          "rho_start": 0.1, "rho_step": 0.1, "omega_lr": 1e-4, "omega_optimizer": "adam",
-         "omega_loss": "next", "gradient_checkpointing": True, "correction": 0.0}
+         "omega_loss": "next", "omega_start": "zero", "gradient_checkpointing": True,
+         "correction": 0.0}
 PRESETS = {
     "pythia-1b-quality": PAPER | {
         "model": "EleutherAI/pythia-1b", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
@@ -26,7 +27,7 @@ PRESETS = {
     # A tiny model, and hundreds of steps where the paper's takes thousands. Its rows can be fitted
     # to a loss near zero, so the paper's Assumption 1 holds: no correction.
     "toy": {"model": str(corpus.MODEL), "lr": 1e-3, "omega_lr": 30.0, "micro_batch": 32,
-            "max_length": 128, "correction": 0.0},
+            "max_length": 128, "correction": 0.0, "omega_start": "zero"},
 }
 
 

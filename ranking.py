@@ -361,6 +361,17 @@ def verdicts(found, trusted, made, text_reasons=()):
     return surprise, reason, notes
 
 
+def first_logits(tests):
+    """omega to begin with, (N,) float64: 0, and less for the rows that look bad; of `row_tests`.
+
+    Of the flagged rows a share of about detect.FDR is good, so the least surprising of them begins
+    at its logarithm. The log odds by which another one is more surprising are taken off.
+    """
+    flagged, surprise = tests["reason"] >= 0, tests["surprise"].double()
+    least = surprise[flagged].min() if flagged.any() else 0.0
+    return torch.where(flagged, math.log(detect.FDR) + least - surprise, 0.0)
+
+
 def columns_of_tests(tests, places):
     """Columns of a ranking for the rows at `places`: reason and numbers, None where there is none.
 

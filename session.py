@@ -27,7 +27,7 @@ from data.tokens import show_example
 from runtime import folder, metrics, monitor, processes
 from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
-from selector import Selector
+from selector import Selector, penalty
 from upper import reference_margins
 from utils import UserError, content_hash, read_jsonl, table, write_atomic, write_jsonl
 
@@ -107,6 +107,13 @@ def print_plan(run):
           + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
     if args.batch > run.num_rows:
         print(f"batch {args.batch}: a step reads at most all {run.num_rows} lower rows")
+    if args.method in ("bds", "online") and args.omega_optimizer == "sgd":
+        gamma = penalty(args.epochs - 1, args.rho_start, args.rho_step)
+        pull = args.omega_lr * gamma / args.batch * (1 - args.correction)
+        if pull > 0.5:
+            print(f"warning: --omega-lr {args.omega_lr:g}: one reading takes up to {pull:.2g} x "
+                  "its loss off a row's omega, so rows not yet read will hold all the weight; "
+                  f"lower it, for instance to {args.omega_lr * 0.1 / pull:.1g}")
     needs = memory_and_disk(args, run.config, longest, run.num_rows)
     print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if count > 1 else ''} "
           f"({needs.parts})")
@@ -186,6 +193,8 @@ def start(run, selects=True):
         for name, optimizer in run.optimizers.items():
             optimizer.load_state_dict(run.saved[name])
     run.tests = {} if args.skip_scores else base_tests(run)
+    if selects and args.omega_start == "tests" and run.saved is None:
+        run.selector.logits.copy_(ranking.first_logits(run.tests))
     run.base_losses = run.tests.get("losses")
     run.tested = functools.partial(ranking.columns_of_tests, run.tests)  # places -> columns
     run.reference = dict.fromkeys(("upper", "upper_heldout"))

@@ -12,7 +12,8 @@ The penalty form of the bilevel problem (Eqs. BDS and offline_PBGD; PBGD-1 and P
 Deviations from the text of the paper, each with its reason:
  1. L is the mean over a row's response tokens, then over rows. Eq. SFT_def sums over tokens, the
     paper's tables report means; with sums, long responses would own every step.
- 2. W = N softmax(omega), mean one; see selector.py.
+ 2. W = N softmax(omega), mean one; see selector.py. The paper starts omega at zero, as the presets
+    do. Beyond it, `--omega-start tests`, the default, starts rows that look bad lower.
  3. theta descends (1 - rho) L_val + rho mean W L with rho = gamma / (1 + gamma): the paper's
     objective times (1 - rho), so clipping means the same at every rho, and BDS with frozen uniform
     weights *is* direct mixing, bit for bit. omega keeps gamma.
@@ -54,6 +55,8 @@ def parse_args(argv=None):
         help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone")
     add("--rho", type=float, default=0.5, help="weight of the lower level under --method mix")
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
+    add("--omega-start", choices=("zero", "tests"), default="tests",
+        help="tests: rows that look bad by the row tests start with hardly any weight (zero)")
     add("--token-budget", type=int, help="mix and sft: in place of --epochs, the step at which so "
         "many lower-level tokens are read is the last")
     options.add_arguments(parser)
@@ -63,6 +66,9 @@ def parse_args(argv=None):
     if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
         raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
                         "sft; rho's schedule counts epochs")
+    if args.skip_scores and args.method == "bds" and args.omega_start == "tests":
+        raise UserError("--skip-scores: the row tests start omega; leave it out, or take "
+                        "--omega-start zero")
     return args
 
 

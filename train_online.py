@@ -89,7 +89,7 @@ def parse_args(argv=None):
         "safety 16; default: by free memory on CUDA, 64 on the CPU)")
     add("--export-format", choices=curate.FORMATS, help="also write the curated rows for a trainer")
     options.add_arguments(parser)
-    parser.set_defaults(method="online")
+    parser.set_defaults(method="online", omega_start="zero")  # it is of answers that come and go
     args = options.parse(parser, argv, PRESETS)
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")

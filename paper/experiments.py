@@ -11,6 +11,7 @@ from evaluation.rankings import rethreshold
 from evaluation.runs import read_result
 from paper.figures import panels_figure
 from paper.plans import (
+    BDS,
     METHODS,
     OFF,
     ON,
@@ -42,12 +43,12 @@ from utils import UserError, table
 
 BASELINES = ("random", "DSIR", "LESS", "loss", "length", "IFD")
 ADAM = "--omega-optimizer adam --omega-lr 1e-4"
-CORRECTED = f"{OFF} --correction 0.7"
+CORRECTED = f"{BDS} --correction 0.7"
 
 
 def compare_selectors(args):
     """AUROC, precision and recall of every selector on a lower set with known bad rows."""
-    runs = {"BDS": OFF, "BDS corrected": CORRECTED, "BDS, published rate": f"{OFF} {ADAM}"}
+    runs = {"BDS": BDS, "BDS corrected": CORRECTED, "BDS, published rate": f"{BDS} {ADAM}"}
     runs = {name: runs[name] for name in runs
             if name in ("BDS", "BDS corrected", *chosen(args, runs))}
     files_of = execute(args, runs, Path("runs") / args.name, also_rank=BASELINES)
@@ -201,15 +202,15 @@ LATE = f"{ON40} --mask dynamic --first-refresh 150 --center"
 ABLATIONS = {  # question: {label: method, (name, command) or (name, command, toy rows)}
     "omega's optimiser": {
         "frozen": "mixing, rho schedule",
-        "Adam 1e-4 (published)": ("BDS, published rate", f"{OFF} {ADAM}"),
+        "Adam 1e-4 (published)": ("BDS, published rate", f"{BDS} {ADAM}"),
         "Adam 5e-3 (SEAL)": ("omega Adam 5e-3",
-                             f"{OFF} --omega-optimizer adam --omega-lr 5e-3"),
-        "SGD 10": ("omega SGD 10", f"{OFF} --omega-lr 10"), "SGD 30": "BDS",
-        "SGD 100": ("omega SGD 100", f"{OFF} --omega-lr 100"),
-        "SGD 300": ("omega SGD 300", f"{OFF} --omega-lr 300")},
+                             f"{BDS} --omega-optimizer adam --omega-lr 5e-3"),
+        "SGD 10": ("omega SGD 10", f"{BDS} --omega-lr 10"), "SGD 30": "BDS",
+        "SGD 100": ("omega SGD 100", f"{BDS} --omega-lr 100"),
+        "SGD 300": ("omega SGD 300", f"{BDS} --omega-lr 300")},
     "omega's loss": {
-        "at theta^{k+1}": "BDS", "at theta^k": ("omega at theta^k", f"{OFF} --omega-loss current"),
-        "centred": ("omega centred", f"{OFF} --center"),
+        "at theta^{k+1}": "BDS", "at theta^k": ("omega at theta^k", f"{BDS} --omega-loss current"),
+        "centred": ("omega centred", f"{BDS} --center"),
         "corrected": ("BDS corrected", CORRECTED)},
     "ratio (R = 20 %, G = 4)": {
         name: (f"ratio {name}", f"{ON20} --ratio {name}")
@@ -307,12 +308,12 @@ def last_metrics(file):
 
 EVEN = "--noise 0.6 --contrary 0.6666667"  # both conventions as frequent
 CONTROLS = {  # name: (command, toy rows)
-    "as it is: BDS": (OFF, ""), "as it is: BDS corrected": (CORRECTED, ""),
+    "as it is: BDS": (BDS, ""), "as it is: BDS corrected": (CORRECTED, ""),
     "no bad rows: rho schedule": (METHODS["mixing, rho schedule"], "--noise 0"),
-    "no bad rows: BDS": (OFF, "--noise 0"),
-    "unrelated upper: BDS": (OFF, "--upper unrelated"),
-    "even conventions: BDS": (OFF, EVEN),
-    "even, unrelated upper: BDS": (OFF, f"{EVEN} --upper unrelated")}
+    "no bad rows: BDS": (BDS, "--noise 0"),
+    "unrelated upper: BDS": (BDS, "--upper unrelated"),
+    "even conventions: BDS": (BDS, EVEN),
+    "even, unrelated upper: BDS": (BDS, f"{EVEN} --upper unrelated")}
 
 
 def null_controls(args):

@@ -30,7 +30,7 @@ import train_offline
 import utils
 from baselines import scores
 from data import sets
-from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
+from paper.plans import BDS, OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
@@ -61,7 +61,7 @@ def kept_table(args):
     if not args.list:
         build_missing(words_of(setting(args)["data"]))
         print_runs(args, names, guided)
-    files_of = execute(args, {ALL: SFT} | ({"BDS": OFF} if guided else {}), folder,
+    files_of = execute(args, {ALL: SFT} | ({"BDS": BDS} if guided else {}), folder,
                        also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
     for seed in range(args.seeds):

@@ -52,15 +52,17 @@ SAFETY = {
                              "train": "--preset llama3-8b-safety"}},
 }
 OFF, ON = "train_offline.py", "train_online.py"
+BDS = f"{OFF} --omega-start zero"  # as published
 DYNAMIC = f"{ON} --mask dynamic --ratio-masked 0.1"
 METHODS = {
     "mixing rho=1": f"{OFF} --method mix --rho 1",
     "mixing rho=0.5": f"{OFF} --method mix --rho 0.5",
-    "mixing, rho schedule": f"{OFF} --omega-lr 0",
+    "mixing, rho schedule": f"{BDS} --omega-lr 0",
     "random": "random",
     "LESS": "less",
     "DSIR": "dsir",
-    "BDS": OFF,
+    "BDS": BDS,
+    "BDS from the tests": f"{OFF} --omega-start tests",
     "online R=5% G=1": f"{ON} --ratio-masked 0.05",
     "online R=10% G=1": f"{ON} --ratio-masked 0.1",
     "online R=10% G=5": f"{ON} --ratio-masked 0.1 --num-answers 5",

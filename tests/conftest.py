@@ -187,7 +187,7 @@ def train(tmp_path, capfd, folders):
     """train(files, model="llama", **flags): `train_offline.main` in this process, see `caller`."""
     import train_offline
 
-    return caller(train_offline.main, tmp_path, capfd, folders)
+    return caller(train_offline.main, tmp_path, capfd, folders, omega_start="zero")
 
 
 @pytest.fixture

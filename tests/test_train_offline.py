@@ -309,6 +309,33 @@ def taken(monkeypatch):
     return seen
 
 
+def test_eq_omega_starts_from_the_row_tests(train, online, files, tmp_path, refused):
+    """Weights before the first step: N softmax of 0, and of ln 0.1 less the log odds above the
+    least ones for rows that look bad; by hand from the columns of weights.jsonl. From zero, and
+    online, all weights are one."""
+    rows = make_rows(24, seed=5)
+    for n in (5, 17):  # a row that repeats another one looks bad whatever the model
+        rows[n] = dict(rows[n - 1])
+    paths = files(upper=8) | {"lower": write_rows(tmp_path / "rows.jsonl", rows)}
+    options = {"epochs": 1, "batch": 8, "omega_lr": 0}
+    run = train(paths, omega_start="tests", **options)
+    flagged = [row["reason"] is not None for row in run.weights]
+    least = min(row["surprise"] for row in run.weights if row["reason"])
+    start = [math.log(0.1) - (row["surprise"] - least) if bad else 0.0
+             for row, bad in zip(run.weights, flagged, strict=True)]
+    total = sum(math.exp(value) for value in start)
+    assert [row["weight"] for row in run.weights] == pytest.approx(
+        [24 * math.exp(value) / total for value in start], rel=1e-5)
+    assert {row["row_id"] for row in run.weights if row["reason"]} >= {5, 17}
+    assert sum(flagged) < 12
+    for run in (train(paths, out="zero", omega_start="zero", **options),
+                online(paths, out="online", refine="drop", **options)):
+        assert all(row["weight"] == 1 for row in run.weights)
+    assert re.search(r"--skip-scores: the row tests start omega; .* --omega-start zero", refused(
+        lambda: train(paths, out="x", omega_start="tests", skip_scores=True)))
+    train(paths, out="x", omega_start="tests", skip_scores=True, method="mix")
+
+
 def test_last_partial_batch_is_used_and_upper_rows_cycle(train, files, taken):
     """11 lower rows in batches of 4, 7 upper rows: neither level is cut to the other's length."""
     run = train(files(lower=11, upper=7), batch=4, micro_batch=4, epochs=3, lr=0, skip_scores=True)
@@ -709,8 +736,8 @@ def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):
 PUBLISHED = {  # appendix D and section 5, typed in from the paper
     "lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "omega_lr": 1e-4,
     "omega_optimizer": "adam", "batch": 32, "micro_batch": 8, "epochs": 3, "rho_start": 0.1,
-    "rho_step": 0.1, "omega_loss": "next", "gradient_checkpointing": True,
-    "correction": 0.0}
+    "rho_step": 0.1, "omega_loss": "next", "omega_start": "zero",
+    "gradient_checkpointing": True, "correction": 0.0}
 ALPACA, ORCA, RED, BLUE = (f".cache/recipes/{name}.jsonl" for name in (
     "alpaca-cleaned", "openorca", "redorca", "blueorca"))
 LLAMA = "meta-llama/Meta-Llama-3-8B-Instruct"
@@ -766,6 +793,23 @@ def test_dry_run_writes_nothing_and_prints_the_plan(train, files, tmp_path, fold
     assert "3 forwards a step" in run.text
     assert re.search(r"^memory: about [\d.]+ GiB", run.text, re.M)
     assert re.search(r"^disk: about \d+ MiB", run.text, re.M)
+
+
+def test_a_rate_at_which_the_order_of_reading_decides_is_named(train, files):
+    """10 x gamma 1 / batch 4 is 2.5 x the loss of a row; a rate of 0.4 would be 0.1 x. Under
+    gamma 1/9, Adam, a large correction or mixing there is nothing to say."""
+    def warned(**given):
+        given = {"epochs": 1, "batch": 4, "rho_start": 0.5} | given
+        text = train(files(lower=8, upper=4), dry_run=True, **given).text
+        return re.findall(r"warning: --omega-lr .*", text)
+
+    assert warned() == [
+        "warning: --omega-lr 10: one reading takes up to 2.5 x its loss off a row's omega, so rows "
+        "not yet read will hold all the weight; lower it, for instance to 0.4"]
+    assert warned(rho_start=0.4, epochs=2) == warned()  # the last epoch decides
+    for given in ({"rho_start": 0.1}, {"omega_optimizer": "adam"}, {"correction": 0.9},
+                  {"method": "mix"}, {"omega_lr": 0.4}):
+        assert warned(**given) == []
 
 
 def test_dry_run_needs_no_weights(train, files, folders, tmp_path):
