@@ -23,12 +23,11 @@ from generate import generate
 from ranking import blank_prompt
 from runtime.processes import rank, share_list
 from toy import corpus
-from utils import UserError, each_jsonl, write_jsonl
+from utils import UserError, write_jsonl
 
 # ruff: isort: split
 import torch
 
-FORMATS = ("alpaca", "prompt-completion", "messages", "pairs")
 MIN_CALIBRATION = 20  # held-out rows; with fewer a 95th percentile says nothing
 QUANTILE = 0.95
 
@@ -197,11 +196,7 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
             {"messages": conversation(row)} if row.get("messages") else {})
 
     if rank() == 0:
-        file = run.out / "curated.jsonl"
-        write_jsonl(file, map(entry, ranks.argsort().tolist()))
-        if run.args.export_format:
-            export(each_jsonl(file), file.with_suffix(f".{run.args.export_format}.jsonl"),
-                   run.args.export_format)
+        write_jsonl(run.out / "curated.jsonl", map(entry, ranks.argsort().tolist()))
     choices = [answer["recommended"] for answer in refined.values()
                if answer["refined"] is not None]
     return {"refined/answers": len(choices),
@@ -237,35 +232,3 @@ def truth_metrics(entries):
             "refined/precision": share([right(e, "refined") for e in picked]),
             "refined/repaired": share([right(e, "refined") for e in wrong]),
             "refined/broken": share([not right(e, "refined") for e in good])}
-
-
-def export(entries, path, layout):
-    """Kept rows, and those whose answer is rewritten, in a layout that trainers load unchanged.
-
-    Conversations keep their turns; prompt and completion are lists of messages, since trainers join
-    two texts without a space between them. Only alpaca has no turns: a transcript instead. pairs:
-    of rewritten rows the new answer, chosen, over the original one, rejected; for DPO.
-    """
-    num_transcripts = 0
-
-    def chosen():
-        nonlocal num_transcripts
-        for entry in entries:
-            rewritten = entry["recommended"] == "refined"
-            differs = rewritten and entry["refined"] != entry["response"]
-            if not (differs if layout == "pairs" else entry["kept"] or rewritten):
-                continue
-            response = entry["refined"] if rewritten else entry["response"]
-            messages = conversation(entry, response)
-            num_transcripts += "messages" in entry
-            yield {
-                "alpaca": {"instruction": entry["prompt"], "input": "", "output": response},
-                "prompt-completion": {"prompt": messages[:-1], "completion": messages[-1:]},
-                "pairs": {"prompt": messages[:-1], "chosen": messages[-1:],
-                          "rejected": conversation(entry)[-1:]},
-                "messages": {"messages": messages}}[layout]
-
-    write_jsonl(path, chosen())
-    if num_transcripts and layout == "alpaca":
-        print(f"{path}: {num_transcripts} rows are conversations, and alpaca has no turns: their "
-              "instruction is the transcript; --export-format messages keeps the turns")

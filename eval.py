@@ -3,6 +3,7 @@
     python eval.py compare RUN [RUN ...]                one table, seeds as mean and std
     python eval.py report RUN [RUN ...] --out out.html  one page to look at
     python eval.py keep RUN --keep-fraction 0.7         another share of kept rows, no training
+    python eval.py export RUN|FILE --format messages    curated rows for another trainer
     python eval.py losses RUN [--rows FILE]             before and after, on every set; row by row
     python eval.py ranking RUN [RUN ...]                top and bottom 10 % over the epochs
     python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
@@ -19,6 +20,7 @@ import utils
 from evaluation import answers, audit, losses, qa, rankings, report, winrate
 from evaluation.comparison import comparison_rows, print_comparison
 from evaluation.events import write_events
+from evaluation.export import FORMATS, export
 from evaluation.runs import Run, check_output
 from runtime.command import run as run_command
 
@@ -41,6 +43,9 @@ def parse_args(argv=None):
     add("--by", choices=("weight", "final", "corrected"), default="weight",
         help="rank by the weight, by the loss L under the final model, or by L - A L(theta_hat)")
     add("--out", help="file to write (kept.jsonl beside the ranking)")
+    add = command("export", "the rows of a run's curated.jsonl as a file for a trainer", None)
+    add("--format", choices=FORMATS, required=True, help="pairs: rewritten over original answers")
+    add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")
     add = command("losses", "losses of every set, before and after training", None)
     add("--rows", help="a file of rows instead of the run's own sets")
     add("--out", help="also write one line a row")
@@ -93,6 +98,7 @@ def main(argv=None):
         "report": lambda args: print(report.write_report([Run(f) for f in args.runs], args.out)),
         "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out,
                                                         args.by)),
+        "export": lambda args: print(export(args.runs, args.format, args.out)),
         "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.out, args.device),
         "ranking": lambda args: rankings.print_rankings([Run(f) for f in args.runs]),
         "qa": qa.run_qa,

@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 # What a resumed run may change without another result.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
-                  "export_format", "fsdp")
+                  "fsdp")
 SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report
 
 

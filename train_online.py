@@ -87,7 +87,6 @@ def parse_args(argv=None):
     add("--max-new-tokens", type=int, default=512, help="(512)")
     add("--generation-batch", type=int, help="answers at a time, which changes none of them (64, "
         "safety 16; default: by free memory on CUDA, 64 on the CPU)")
-    add("--export-format", choices=curate.FORMATS, help="also write the curated rows for a trainer")
     options.add_arguments(parser)
     parser.set_defaults(method="online", omega_start="zero")  # it is of answers that come and go
     args = options.parse(parser, argv, PRESETS)

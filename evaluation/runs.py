@@ -29,13 +29,21 @@ def is_number(value):
     return type(value) in (int, float) and abs(value) < 1e150
 
 
+def is_talk(value):
+    """Whether a JSON value is a list of messages {"role": text, "content": text}."""
+    return type(value) is list and all(
+        type(message) is dict and {"role", "content"} <= message.keys()
+        and all(type(text) is str for text in message.values()) for message in value)
+
+
 KINDS = {
     "text": lambda value: type(value) is str,
     "true or false": lambda value: type(value) is bool,
     "a number": is_number,
     "a whole number": lambda value: type(value) is int and abs(value) < 2**63,
+    "a list of messages": is_talk,
 }
-TEXT, FLAG, NUMBER, WHOLE = KINDS
+TEXT, FLAG, NUMBER, WHOLE, TALK = KINDS
 
 RANKING = {"row_id": WHOLE, "hash": TEXT, "rank": NUMBER}
 # More columns of a ranking: all rows have one, or none has it.
@@ -47,7 +55,8 @@ TESTED = {"reason": TEXT, **dict.fromkeys(("surprise", "end", "relevance", "flue
 SHOWN = {"row_id": WHOLE, "hash": TEXT, "prompt": TEXT, "response": TEXT}
 CURATED = RANKING | SHOWN | {"kept": FLAG}
 MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {
-    "refined": TEXT, "recommended": TEXT, "margin": NUMBER, "kind": TEXT, "way": TEXT, "why": TEXT}
+    "refined": TEXT, "recommended": TEXT, "margin": NUMBER, "kind": TEXT, "way": TEXT, "why": TEXT,
+    "messages": TALK}
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
     **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,
@@ -230,7 +239,8 @@ def each_curated(path):
                             f"{', '.join(RECOMMENDATIONS)}")
         if row.get("recommended") == "refined" and row.get("refined") is None:
             raise UserError(f"{place}: the refined answer is recommended and missing")
-        yield whole_texts(row)
+        yield whole_texts(row) | (
+            {"messages": list(map(whole_texts, row["messages"]))} if row.get("messages") else {})
 
 
 def read_shown(path):

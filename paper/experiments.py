@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import utils
+from evaluation.export import export
 from evaluation.rankings import rethreshold
 from evaluation.runs import read_result
 from paper.figures import panels_figure
@@ -119,10 +120,10 @@ def curated_table(args):
     share = args.keep_fraction
     if not 0 < share < 1:
         raise UserError(f"--keep-fraction {share}: must lie between 0 and 1")
-    online, raw = f"online R={1 - share:.0%}, exported", "mixing rho=1"  # is plain fine-tuning
+    online, raw = f"online R={1 - share:.0%}, curated", "mixing rho=1"  # is plain fine-tuning
     files_of = execute(args, {raw: METHODS[raw], "BDS": OFF, online: (
-        f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share} "
-        "--export-format prompt-completion")}, Path("runs") / args.name, also_rank=("random",))
+        f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share}")},
+        Path("runs") / args.name, also_rank=("random",))
     if args.list:
         return
     plan, files = {}, {"raw set": files_of[raw]}
@@ -162,6 +163,7 @@ def curated_runs(args, seed, raw_run, random, bds, online):
         other = ["--preset", "toy", "--upper-heldout", str(rows / "heldout.jsonl"),
                  "--lower-heldout", str(rows / "lower_heldout.jsonl"), *other]
         raw = ["--lower", str(rows / "lower.jsonl"), *other]
+    export(online.parent, "prompt-completion")
     rewritten = [*without_flags(other, "--lower", "--lower-limit", "--lower-columns"), "--lower",
                  str(online.parent / "curated.prompt-completion.jsonl")]
     kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"

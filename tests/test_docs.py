@@ -21,7 +21,7 @@ RENDERED = re.compile(r"<!-- begin .*?<!-- end [^>]*-->", re.DOTALL)
 # Flags that are named only to say that they are gone.
 GONE = {"--toy-noise", "--toy-contrary", "--toy-upper", "--generate", "--sticky-mask",
         "--max-prompt", "--no-omega-gamma", "--micro-tokens", "--optimizer", "--rank-by",
-        "--heldout-rows", "--lower-split", "--upper-split"}
+        "--heldout-rows", "--lower-split", "--upper-split", "--export-format"}
 
 
 def written(page):

@@ -13,7 +13,7 @@ SCRIPTS = {
     "train_offline": COMMON | {"omega_lr": 5, "correction": 0.5, "schedule": "cosine"},
     "train_online": COMMON | {"omega_lr": 10, "correction": 0, "k_gen": 4, "num_answers": 2,
                               "mask": "dynamic", "ratio_masked": 0.4, "max_new_tokens": 6,
-                              "save_every": 5, "export_format": "alpaca"},
+                              "save_every": 5},
 }
 
 

@@ -100,7 +100,7 @@ def test_stopped_anywhere_goes_on_bit_for_bit(online, files, stop_at, options):
     other steps than checkpoints, so the buffer, its old log-probs and the mask must be saved."""
     paths = files(lower=17, upper=7)
     options = {"batch": 4, "epochs": 2, "save_every": 2, "k_gen": 3, "lr": 1e-2,
-               "ratio_masked": 0.4, "export_format": "alpaca"} | options
+               "ratio_masked": 0.4} | options
     whole = online(paths, out="whole", **options)
     refreshes = [step["step"] for step in whole.metrics if step.get("answers")]
     stops = [(1, "after the log"), (4, "after the log"), (7, "after the log"),
@@ -323,7 +323,7 @@ def processes(files, folders, tmp_path):
         lower=paths["lower"], upper=paths["upper"], upper_heldout=paths["heldout"],
         model=folders["llama"], cache_dir=tmp_path / "cache", batch=4, micro_batch=2, epochs=3,
         save_every=4, k_gen=7, num_answers=2, mask="dynamic", ratio_masked=0.4, lr=5e-3,
-        omega_lr=10, max_new_tokens=12, generation_batch=64, export_format="messages")
+        omega_lr=10, max_new_tokens=12, generation_batch=64)
 
     class Processes:
         log = tmp_path / "log"

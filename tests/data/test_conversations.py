@@ -159,7 +159,7 @@ def test_refined_answers_do_not_end_in_the_templates_text(online, files, monkeyp
     monkeypatch.setattr(curate, "generate", answers)
     monkeypatch.setattr(curate, "recommend", lambda *_: "refined")
     run = online(files(lower=10, upper=6), batch=10, epochs=1, template="Q: {prompt}\nA: {response}"
-                 "\n###", export_format="messages", max_new_tokens=20)
+                 "\n###", max_new_tokens=20)
     refined = [entry["refined"] for entry in run.curated if entry["refined"] is not None]
     assert refined == ["red blue"] * 3
-    assert "###" not in (run.out / "curated.messages.jsonl").read_text()
+    assert "###" not in (run.out / "curated.jsonl").read_text()

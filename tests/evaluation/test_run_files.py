@@ -38,7 +38,7 @@ FILES = {  # a file of a run: the commands that read it
                     "tensorboard"),
     "result.json": ("compare", "report"), "base.json": ("compare", "report"),
     "losses.json": ("compare", "report"), "metrics.jsonl": ("report", "tensorboard"),
-    "weights.jsonl": ("report", "keep", "ranking"), "curated.jsonl": ("report",),
+    "weights.jsonl": ("report", "keep", "ranking"), "curated.jsonl": ("report", "export"),
     "shown.jsonl": ("report",)}
 
 
@@ -52,7 +52,7 @@ def call(tmp_path, monkeypatch, capfd):
                         SimpleNamespace(SummaryWriter=MagicMock()))
     write_rows(tmp_path / "p.jsonl", [{"prompt": "red"}])
     more = {"report": ["--out", str(tmp_path / "out.html")], "keep": ["--keep-fraction", "0.5"],
-            "answers": ["--prompt", "red"]}
+            "answers": ["--prompt", "red"], "export": ["--format", "alpaca"]}
 
     def run(command, folder):
         words = [command, str(folder), *more.get(command, [])]
@@ -84,7 +84,7 @@ def run_folder(tmp_path):
 
 
 def test_whole_files_are_read(call, run_folder):
-    for command in ("compare", "report", "keep", "ranking", "tensorboard"):
+    for command in ("compare", "report", "keep", "ranking", "tensorboard", "export"):
         assert call(command, run_folder) is None
 
 
@@ -190,14 +190,15 @@ def test_an_empty_result_is_no_seed(tmp_path, refused):
 # --- where to write -------------------------------------------------------------------------------
 
 def test_nothing_is_written_over_an_input_or_a_device(tmp_path, refused):
-    run = fabricate(tmp_path / "run")
+    run = fabricate(tmp_path / "run", text="x")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link.html").symlink_to(tmp_path / "pipe")
     os.link(run / "metrics.jsonl", tmp_path / "hard.html")
     before = {name: (run / name).read_bytes() for name in listing(run)}
     for words in (["report", str(run), "--out"], ["compare", str(run), "--json"],
                   ["losses", str(run), "--out"], ["answers", str(run), "--prompt", "x", "--out"],
-                  ["keep", str(run), "--keep-fraction", "0.5", "--out"]):
+                  ["keep", str(run), "--keep-fraction", "0.5", "--out"],
+                  ["export", str(run), "--format", "alpaca", "--out"]):
         for path, why in ((run / "metrics.jsonl", "would overwrite"),
                           (tmp_path / "run" / ".." / "run" / "config.json", "would overwrite"),
                           (run / "base.json", "would overwrite"),  # not there yet
@@ -213,3 +214,4 @@ def test_nothing_is_written_over_an_input_or_a_device(tmp_path, refused):
     for _ in range(2):  # what a command wrote itself, it may write again, in the run's folder too
         front.main(["report", str(run), "--out", str(run / "report.html")])
         front.main(["keep", str(run), "--keep-fraction", "0.5"])
+        front.main(["export", str(run), "--format", "alpaca"])

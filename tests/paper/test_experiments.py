@@ -35,6 +35,7 @@ def curated_commands(here, monkeypatch):
         name: [folder / name / "result.json"] for name in (*methods, *also_rank)})
     monkeypatch.setattr(experiments, "budget_of", lambda folder: 100)
     monkeypatch.setattr(experiments, "rethreshold", lambda *_: None)
+    monkeypatch.setattr(experiments, "export", lambda *_: None)
 
     def commands(*words):
         plans = []
