@@ -22,7 +22,6 @@ from data.tokens import LABELS, response_text
 from generate import generate
 from ranking import blank_prompt
 from runtime.processes import rank, share_list
-from toy import corpus
 from utils import UserError, write_jsonl
 
 # ruff: isort: split
@@ -201,34 +200,4 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
                if answer["refined"] is not None]
     return {"refined/answers": len(choices),
             **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
-            **metrics, **truth_metrics([entry(p) for p in bottom])}
-
-
-def truth_metrics(entries):
-    """Precision of the recommendation against always and never replacing, on the toy.
-
-    entries: lines of the curated set with a refined answer. The share whose final answer is right
-    when the recommendation, always the refined, or never the refined one is taken; and the
-    precision of "refined": of the rows so recommended, the share whose new answer is right.
-    """
-    entries = [entry for entry in entries if entry["refined"] is not None]
-    if not entries or not corpus.is_toy(entries[0]["prompt"]):
-        return {}
-
-    def right(entry, field):
-        return corpus.kind_of(entry["prompt"], entry[field]) == "clean"
-
-    picked = [entry for entry in entries if entry["recommended"] == "refined"]
-    taken = [right(e, "refined" if e["recommended"] == "refined" else "response") for e in entries]
-    wrong = [e for e in entries if not right(e, "response")]
-    good = [e for e in entries if right(e, "response")]
-
-    def share(values):
-        return sum(values) / len(values) if values else None
-
-    return {"refined/right_recommended": share(taken),
-            "refined/right_always": share([right(e, "refined") for e in entries]),
-            "refined/right_never": share([right(e, "response") for e in entries]),
-            "refined/precision": share([right(e, "refined") for e in picked]),
-            "refined/repaired": share([right(e, "refined") for e in wrong]),
-            "refined/broken": share([not right(e, "refined") for e in good])}
+            **metrics}

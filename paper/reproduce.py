@@ -27,7 +27,7 @@ from paper.statistics import (
     with_base,
 )
 from toy import corpus
-from utils import UserError, table
+from utils import UserError, each_jsonl, table
 
 WIN_RATE = ["eval.py", "winrate"]  # the words behind `python` that name the win rate's command
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
@@ -268,6 +268,36 @@ def example_answers(args):
 
 # --- what `make demo` runs ------------------------------------------------------------------------
 
+def right_answers(folder):
+    """How many answers of an online run on the toy are right, counted in its curated.jsonl.
+
+    Of the rows with a new answer: the share whose final answer is right when the recommendation,
+    always the new, or never the new one is taken; and the precision of "refined": of the rows so
+    recommended, the share whose new answer is right. repaired: of wrong originals those made right;
+    broken: of right ones those made wrong. None where there is no such row.
+    """
+    entries = [entry for entry in each_jsonl(Path(folder) / "curated.jsonl")
+               if entry["refined"] is not None]
+
+    def right(entry, field):
+        return corpus.kind_of(entry["prompt"], entry[field]) == "clean"
+
+    picked = [entry for entry in entries if entry["recommended"] == "refined"]
+    taken = [right(e, "refined" if e["recommended"] == "refined" else "response") for e in entries]
+    wrong = [e for e in entries if not right(e, "response")]
+    good = [e for e in entries if right(e, "response")]
+
+    def share(values):
+        return sum(values) / len(values) if values else None
+
+    return {"refined/right_recommended": share(taken),
+            "refined/right_always": share([right(e, "refined") for e in entries]),
+            "refined/right_never": share([right(e, "response") for e in entries]),
+            "refined/precision": share([right(e, "refined") for e in picked]),
+            "refined/repaired": share([right(e, "refined") for e in wrong]),
+            "refined/broken": share([not right(e, "refined") for e in good])}
+
+
 def demo(args):
     """One seed of the toy: mixing, BDS, online and a control; tables and where the rows are."""
     started, folder = time.time(), Path("runs") / args.name
@@ -279,7 +309,7 @@ def demo(args):
     print("\nlosses (nats a token; lower is better) and exact answers (share of held-out prompts)")
     print(table(["method", *columns.values()], summary_rows(with_base(results), columns)))
     print_ranks(results)
-    online = results["online R=10% G=1"][0]
+    online = right_answers(files_of["online R=10% G=1"][0].parent)
     print(f"\nrefined answers, online: right {online['refined/repaired']:.0%} of the time where "
           "the original was wrong" + ("" if online["refined/broken"] is None else
           f", wrong {online['refined/broken']:.0%} where it was right"))

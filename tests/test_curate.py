@@ -17,6 +17,7 @@ import models
 import train_online
 import utils
 from data.tokens import empty_prompt, load_rows
+from paper.reproduce import right_answers
 from toy import corpus
 
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
@@ -175,27 +176,6 @@ def test_trusted_prompts_without_room_for_an_answer_are_left_out(calibration):
     assert calibration([0.5] * 60, prompt=55)[1][0][0] == 60
 
 
-def test_eq_truth_metrics_of_the_toy():
-    """Precision of the recommendation against always and never replacing, by counting."""
-    prompt = "Sort the list: 4 1 7 3"
-    right, contrary = corpus.answers(prompt)
-    rows = [{"prompt": prompt, "response": old, "refined": new, "recommended": choice}
-            for old, new, choice in (
-                (right, right, "refined"), (right, contrary, "refined"),
-                (contrary, right, "refined"), (contrary, right, "original"),
-                (contrary, "1 1 1 1", "undecided"))]
-    found = curate.truth_metrics(rows)
-    assert found == {
-        "refined/right_recommended": 2 / 5, "refined/right_always": 3 / 5,
-        "refined/right_never": 2 / 5, "refined/precision": 2 / 3, "refined/repaired": 2 / 3,
-        "refined/broken": 1 / 2}
-    foreign = [row | {"prompt": "Why is the sky blue?"} for row in rows]
-    assert curate.truth_metrics(foreign) == curate.truth_metrics([]) == {}
-    sure = curate.truth_metrics(rows[:2])  # no original was wrong: none can be repaired
-    assert sure["refined/repaired"] is None and sure["refined/broken"] == 1 / 2
-    assert curate.truth_metrics(rows[3:])["refined/precision"] is None
-
-
 # --- the curated file -----------------------------------------------------------------------------
 
 @pytest.fixture
@@ -348,8 +328,9 @@ def test_the_toy_is_judged_by_its_own_truth(capfd, tmp_path, monkeypatch):
     refined = [row for row in rows if row["refined"] is not None]
     right = [corpus.kind_of(row["prompt"], row["refined"]) == "clean" for row in refined]
     assert len(refined) == 30 and 0 < sum(right) < 30
-    assert result["refined/right_always"] == sum(right) / 30
-    assert result["refined/right_never"] == sum(not row["bad"] for row in refined) / 30
+    found = right_answers(tmp_path / "run")
+    assert found["refined/right_always"] == sum(right) / 30
+    assert found["refined/right_never"] == sum(not row["bad"] for row in refined) / 30
     assert result["refined/threshold"] > 0 and 0 <= result["refined/false_replacement"] < 0.5
     for row in refined:  # the rule, with the threshold that the run calibrated
         assert row["recommended"] == curate.recommend(

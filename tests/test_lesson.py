@@ -10,6 +10,7 @@ from conftest import ROOT, read_rows
 
 import train_offline
 import train_online
+from paper.reproduce import right_answers
 from toy import __main__ as toy_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
@@ -63,6 +64,8 @@ def measured(key, out):
         kept = [row["bad"] for row in read_rows(out / "weights.jsonl") if row["kept"]]
         return sum(kept) / len(kept)
     name, which = re.fullmatch(r"`([^`]+)`(?:, (first|last))?", key).groups()
+    if name.startswith("refined/"):
+        return right_answers(out)[name]
     logged = [step[name] for step in read_rows(out / "metrics.jsonl") if step.get(name) is not None]
     if which == "first":
         return logged[0]

@@ -148,3 +148,26 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch, capsys):
     main(["winrate", "--seeds", "1"])
     stored = json.loads((here / "results/toy_winrate.json").read_text())["results"]
     assert stored == {"BDS": [{"win_rate": 50.0, "n_draws": 1}]}
+
+
+def test_eq_right_answers_of_the_toy(tmp_path):
+    """Precision of the recommendation against always and never replacing, by counting."""
+    prompt = "Sort the list: 4 1 7 3"
+    right, contrary = corpus.answers(prompt)
+    rows = [{"prompt": prompt, "response": old, "refined": new, "recommended": choice}
+            for old, new, choice in (
+                (right, right, "refined"), (right, contrary, "refined"),
+                (contrary, right, "refined"), (contrary, right, "original"),
+                (contrary, "1 1 1 1", "undecided"), (right, None, "original"))]
+
+    def found(rows):
+        write_rows(tmp_path / "curated.jsonl", rows)
+        return reproduce.right_answers(tmp_path)
+
+    assert found(rows) == {
+        "refined/right_recommended": 2 / 5, "refined/right_always": 3 / 5,
+        "refined/right_never": 2 / 5, "refined/precision": 2 / 3, "refined/repaired": 2 / 3,
+        "refined/broken": 1 / 2}
+    sure = found(rows[:2])  # no original was wrong: none can be repaired
+    assert sure["refined/repaired"] is None and sure["refined/broken"] == 1 / 2
+    assert found(rows[3:])["refined/precision"] is None
