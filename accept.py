@@ -190,7 +190,7 @@ def has_room(row, other, context):
 
 def different(rows):
     """The rows without those whose answer another one has too."""
-    return list({plain(row["answer"]): row for row in rows}.values())
+    return list({compared(row["answer"]): row for row in rows}.values())
 
 
 def trial_search(model, trusted, pool, blank, context):
@@ -237,10 +237,10 @@ def written(model, prompts, sampling, text_of, label):
 
 def same(one, other):
     """Whether two answers are equal word for word; case, spacing and a last full stop aside."""
-    return plain(one) == plain(other)
+    return compared(one) == compared(other)
 
 
-def plain(text):
+def compared(text):
     """What `same` compares."""
     return " ".join(text.casefold().split()).removesuffix(".")
 

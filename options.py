@@ -142,6 +142,8 @@ def check_values(args):
         raise UserError(f"--dpo-beta {args.dpo_beta}: must be a finite number above 0")
     if not 0 <= args.correction <= 1:
         raise UserError(f"--correction {args.correction}: must lie in [0, 1]")
+    if args.skip_scores and args.method == "bds" and args.omega_start == "tests":
+        raise UserError("--skip-scores: the row tests start omega; take --omega-start zero as well")
     if not 0 < args.keep_fraction <= 1:
         raise UserError(f"--keep-fraction {args.keep_fraction}: must lie in (0, 1]")
     if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:

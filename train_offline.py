@@ -12,8 +12,8 @@ The penalty form of the bilevel problem (Eqs. BDS and offline_PBGD; PBGD-1 and P
 Deviations from the text of the paper, each with its reason:
  1. L is the mean over a row's response tokens, then over rows. Eq. SFT_def sums over tokens, the
     paper's tables report means; with sums, long responses would own every step.
- 2. W = N softmax(omega), mean one; see selector.py. The paper starts omega at zero, as the presets
-    do. Beyond it, `--omega-start tests`, the default, starts rows that look bad lower.
+ 2. W = N softmax(omega), mean one; see selector.py. With `--omega-start tests`, beyond the paper
+    and the default without a preset, rows that look bad start lower than the others.
  3. theta descends (1 - rho) L_val + rho mean W L with rho = gamma / (1 + gamma): the paper's
     objective times (1 - rho), so clipping means the same at every rho, and BDS with frozen uniform
     weights *is* direct mixing, bit for bit. omega keeps gamma.
@@ -27,9 +27,8 @@ Deviations from the text of the paper, each with its reason:
     descends the weighted lower loss alone. A = 1 is the penalty without Assumption 1 (separable
     data): gamma (sum sigma_i L_i(theta) - min_theta' sum sigma_i L_i(theta')), whose omega gradient
     holds theta' fixed (Danskin). A = 0 is the paper's penalty; between them lies their convex
-    combination. theta's own gradient is the same for every A. The presets take 0; the default is
-    0.7, which ranks real text better than the base model's own loss, where 0 does not
-    (docs/results.md).
+    combination. theta's own gradient is the same for every A. The presets take 0. The default, 0.7,
+    ranks text better than the base model's loss, which 0 does not (docs/results_text.md).
 """
 
 import argparse
@@ -66,9 +65,6 @@ def parse_args(argv=None):
     if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
         raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
                         "sft; rho's schedule counts epochs")
-    if args.skip_scores and args.method == "bds" and args.omega_start == "tests":
-        raise UserError("--skip-scores: the row tests start omega; leave it out, or take "
-                        "--omega-start zero")
     return args
 
 
@@ -123,7 +119,6 @@ def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correctio
 def main(argv=None):
     args = parse_args(argv)
     bilevel = args.method == "bds"
-    # bds: rho grows every epoch; mix: fixed, weights stay one; sft: the lower level alone.
     gammas = options.gammas(args) if bilevel else None
     run = session.plan(args)
     if args.dry_run:
