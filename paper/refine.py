@@ -141,9 +141,11 @@ def flags_of(words):
 
 # --- arms -----------------------------------------------------------------------------------------
 
-ARMS = {"drop": "--refine drop", "generate": "--refine generate", "accept": "--refine accept",
-        "random": "--refine random", "drop, same": "--refine drop",
-        "right answers": "--refine original --mask static"}
+SHORT = "--max-new-tokens 1"  # where no new answer is read, the last pass need not write long ones
+ARMS = {"drop": f"--refine drop {SHORT}", "generate": "--refine generate",
+        "accept": "--refine accept", "random": "--refine random",
+        "drop, same": f"--refine drop {SHORT}",
+        "right answers": f"--refine original --mask static {SHORT}"}
 
 
 def arms_of(args, name, seed):
@@ -255,10 +257,11 @@ def tempered_loss(folder):
         where = batch["response_mask"].nonzero().squeeze(1)
         owner = torch.searchsorted(batch["cu_seqlens"].long()[1:], where, right=True)
         hidden = packed_forward(causal_lm.base_model, batch)[where]
-        logits = causal_lm.get_output_embeddings()(hidden).double()
+        logits = causal_lm.get_output_embeddings()(hidden).float()
+        right = logits.gather(1, batch["targets"][where, None]).squeeze(1)
         count = torch.bincount(owner)
-        for_each = torch.stack([-torch.log_softmax(logits / t, dim=1).gather(
-            1, batch["targets"][where, None]).squeeze(1) for t in TEMPERATURES], dim=1)
+        for_each = torch.stack([(logits / t).logsumexp(dim=1) - right / t
+                                for t in TEMPERATURES.tolist()], dim=1).double()
         sums.append(torch.zeros(len(count), len(TEMPERATURES), dtype=torch.float64).index_add(
             0, owner, for_each) / count[:, None])
     losses = torch.cat(sums)  # (rows, temperatures)
