@@ -242,6 +242,14 @@ def rewritten(folder):
     return {"precision": right / len(picked), "coverage": right / max(1, repairable)}
 
 
+def losses_at(logits, targets):
+    """-log p of each token, its logits divided by each temperature, (tokens, temperatures)."""
+    logits = logits.float()
+    right = logits.gather(1, targets[:, None]).squeeze(1)
+    return torch.stack([(logits / t).logsumexp(dim=1) - right / t
+                        for t in TEMPERATURES.tolist()], dim=1).double()
+
+
 @torch.no_grad()
 def tempered_loss(folder):
     """The held-out trusted loss with logits divided by one temperature, nats a token, row mean.
@@ -256,12 +264,10 @@ def tempered_loss(folder):
             len(levels.upper_heldout))):
         where = batch["response_mask"].nonzero().squeeze(1)
         owner = torch.searchsorted(batch["cu_seqlens"].long()[1:], where, right=True)
-        hidden = packed_forward(causal_lm.base_model, batch)[where]
-        logits = causal_lm.get_output_embeddings()(hidden).float()
-        right = logits.gather(1, batch["targets"][where, None]).squeeze(1)
-        count = torch.bincount(owner)
-        for_each = torch.stack([(logits / t).logsumexp(dim=1) - right / t
-                                for t in TEMPERATURES.tolist()], dim=1).double()
+        hidden, count = packed_forward(causal_lm.base_model, batch)[where], torch.bincount(owner)
+        for_each = torch.cat([losses_at(causal_lm.get_output_embeddings()(part), targets)
+                              for part, targets in zip(hidden.split(64), batch["targets"][
+                                  where].split(64), strict=True)])
         sums.append(torch.zeros(len(count), len(TEMPERATURES), dtype=torch.float64).index_add(
             0, owner, for_each) / count[:, None])
     losses = torch.cat(sums)  # (rows, temperatures)
