@@ -121,7 +121,7 @@ def curated_table(args):
     if not 0 < share < 1:
         raise UserError(f"--keep-fraction {share}: must lie between 0 and 1")
     online, raw = f"online R={1 - share:.0%}, curated", "mixing rho=1"  # is plain fine-tuning
-    files_of = execute(args, {raw: METHODS[raw], "BDS": OFF, online: (
+    files_of = execute(args, {raw: METHODS[raw], "BDS": BDS, online: (
         f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share}")},
         Path("runs") / args.name, also_rank=("random",))
     if args.list:

@@ -125,8 +125,8 @@ def test_controls_use_the_finished_runs_and_rows_of_their_own(here, monkeypatch)
     monkeypatch.setattr(experiments, "execute", stop)
     with pytest.raises(utils.UserError, match="enough"):
         main(["controls"])
-    assert asked["BDS"] == ("train_offline.py", "")
-    assert asked["BDS corrected"] == ("train_offline.py --correction 0.7", "")
+    assert asked["BDS"] == ("train_offline.py --omega-start zero", "")
+    assert asked["BDS corrected"] == ("train_offline.py --omega-start zero --correction 0.7", "")
     assert asked["even, unrelated upper: BDS"][1].split() == [
         "--noise", "0.6", "--contrary", "0.6666667", "--upper", "unrelated"]
 
