@@ -194,8 +194,7 @@ def different(rows):
 
 
 def trial_search(model, trusted, pool, blank, context):
-    """What `search` does with n trusted rows: margins, right (2 n,), spared (n,); see
-    `threshold_of`.
+    """`search` of n trusted rows: margins, right (2 n,), spared (n,), as `threshold_of` has them.
 
     A row's bad original is the next answer that differs and fits. Each row is tried twice: its own
     answer is offered beside those of the pool and of the other rows, and it is not; then nothing
@@ -488,7 +487,7 @@ def search_once(run, suspects):
 
     suspects: places of lower rows that may have another question's answer. Returns {"found":
     {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials, "present": of
-    `share_present`, None without trials}; the run folder keeps it.
+    `share_present`}; the run folder keeps it.
     """
     def read(file):
         saved = json.loads(file.read_text())
@@ -578,8 +577,7 @@ def print_gates(gates, present):
             "right", "coverage", "precision", "false", "false_bound"))]
         for way, own in gates.items()]))
     if present is not None:
-        print(f"search: at least about {present:.0%} of the suspect rows have their own answer "
-              "behind another one")
+        print(f"search: at least about {present:.0%} of the suspect rows have their answer here")
     for way, own in gates.items():
         if own["threshold"] is None:
             print(f"{way}: closed, {own['why']}")

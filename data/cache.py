@@ -40,10 +40,13 @@ def open_or_make(folder, build):
             write_atomic(partial / "report.json", json.dumps(
                 report | {"checksum": checksum(partial / "rows.arrow", report)}))
             to_disk(partial / "rows.arrow", partial)
-            if open_rows(folder) is None:  # else another process was faster, with the same rows
-                shutil.rmtree(folder, ignore_errors=True)
+            try:
                 os.rename(partial, folder)
-                to_disk(folder.parent)
+            except OSError:  # another process was faster, with the same rows, or it is damaged
+                if open_rows(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(partial, folder)
+            to_disk(folder.parent)
         except OSError:
             if open_rows(folder) is None:
                 raise
