@@ -314,23 +314,20 @@ def end_ids(tokenizer):
     return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
 
 
-def row_tests(model, lower, upper, ends, seed=0, remember=None):
+def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
     """Every lower row tested by two forwards of the model, and by its text.
 
     upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
-    token ids that end a turn. remember(compute): `row_evidence` of the lower rows, or what it was
-    before. Returns ({name: (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason,
+    token ids that end a turn. evidence: `row_evidence`, or what remembers it. Returns ({name: (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason,
     the place in REASONS or -1; sentences on what was left out).
     """
-    remember = remember or (lambda compute: compute())
-    found = remember(lambda: row_evidence(model, lower, ends, blank_prompt(lower),
-                                          label="row tests"))
+    found = evidence(model, lower, ends, blank_prompt(lower), label="row tests")
     losses, trusted = functools.partial(row_losses, model), None
     made = made_faults(losses, lower, ends, found, seed)
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
-        trusted = row_evidence(model, take(tokens_only(upper), places), ends, blank_prompt(upper),
-                               label="row tests, trusted rows")
+        trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),
+                           label="row tests, trusted rows")
     texts = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
              for pair in zip(part["prompt"], part["response"], strict=True))
     surprise, reason, notes = verdicts(found, trusted, made, detect.text_reasons(texts))

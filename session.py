@@ -235,12 +235,9 @@ def base_tests(run):
         name: columns[name].view(run.num_rows) for name in ("losses", *columns)})
     if saved is None:
         with before_training(run, file):
-            ends = ranking.end_ids(run.tokenizer)
-            remember = None if run.args.adapter else functools.partial(
-                cached_columns, run.args.cache_dir, what_decides_evidence(run, ends),
-                ranking.EVIDENCE, run.num_rows)
-            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper, ends,
-                                             run.args.seed, remember)
+            tests, notes = ranking.row_tests(
+                run.model, lower, run.levels.upper, ranking.end_ids(run.tokenizer), run.args.seed,
+                ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
         folder.write_once(run.out / "tests.json", json.dumps(
@@ -249,20 +246,22 @@ def base_tests(run):
     return saved
 
 
-def what_decides_evidence(run, ends):
-    """All that fixes the bits of what the base model says of the lower rows, as JSON values.
+def remembered(run, model, rows, ends, blank, label):
+    """`ranking.row_evidence` of rows under the base model, made once for all runs.
 
-    An adapter that a run begins with is not in it (its alpha is no weight): no cache there.
+    An adapter that a run begins with is not in the key (its alpha is no weight): no cache there.
     """
-    sizes = run.model.config.to_dict()
+    sizes = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
         sizes.pop(name, None)
-    return {"environment": folder.environment(run.device, run.model.dtype), "model": run.weights,
-            "rows": sets.rows_hash(run.levels.lower), "sizes": json.dumps(sizes, default=str),
-            "ends": sorted(ends), "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE,
-            "fsdp": run.args.fsdp,
-            "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
-                     for module in (ranking, ranking.detect)]}
+    decides = {"environment": folder.environment(run.device, model.dtype), "model": run.weights,
+               "rows": sets.rows_hash(rows), "sizes": json.dumps(sizes, default=str),
+               "ends": sorted(ends), "blank": blank, "kernel": logprobs.KERNEL,
+               "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
+               "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
+                        for module in (ranking, ranking.detect)]}
+    return cached_columns(run.args.cache_dir, decides, ranking.EVIDENCE, len(rows), lambda: (
+        ranking.row_evidence(model, rows, ends, blank, label=label)))
 
 
 def base_metrics(run):

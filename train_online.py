@@ -88,7 +88,7 @@ def parse_args(argv=None):
     add("--generation-batch", type=int, help="answers at a time, which changes none of them (64, "
         "safety 16; default: by free memory on CUDA, 64 on the CPU)")
     options.add_arguments(parser)
-    parser.set_defaults(method="online", omega_start="zero")  # it is of answers that come and go
+    parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
     args = options.parse(parser, argv, PRESETS)
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")

@@ -82,20 +82,33 @@ def test_files_reach_the_disk_before_the_folder_has_its_name(load, monkeypatch):
 # --- the key --------------------------------------------------------------------------------------
 
 def test_what_a_faster_process_has_made_is_not_taken_away(load, tmp_path, monkeypatch):
-    """It looks for rows and finds them there all the time."""
-    rename, made = os.rename, []
+    """It comes after the last look before the rename, and finds its rows there all the time."""
+    look, rename, looks, made = cache.open_rows, os.rename, [], []
 
-    def late(source, target):
-        if not made:  # the other one comes first
+    def other():
+        if not made:
             made.append(None)
             load(make_rows(6, seed=1))
-            made[0] = target.stat().st_ino
+            (folder,) = (path for path in (tmp_path / "cache").iterdir()
+                         if path.is_dir() and not path.name.startswith("."))
+            made[0] = folder, folder.stat().st_ino
+
+    def looked(folder):
+        found = look(folder)
+        looks.append(folder)
+        if len(looks) == 2:
+            other()
+        return found
+
+    def late(source, target):
+        other()
         rename(source, target)
 
+    monkeypatch.setattr(cache, "open_rows", looked)
     monkeypatch.setattr(cache.os, "rename", late)
     rows, _ = load(make_rows(6, seed=1))
-    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert len(rows) == 6 and folder.stat().st_ino == made[0]
+    ((folder, inode),) = made
+    assert len(rows) == 6 and folder.stat().st_ino == inode
 
 
 def test_the_key_is_the_content_and_not_the_name_or_the_time(load, tmp_path, builds):

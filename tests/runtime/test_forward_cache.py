@@ -30,8 +30,8 @@ def test_one_pass_for_many_runs(train, online, files, counted, tmp_path):
     runs = [train(paths, out=tmp_path / "a", batch=4, epochs=1),
             train(paths, out=tmp_path / "b", batch=4, epochs=1, seed=3, lr=1e-3, method="mix"),
             online(paths, out=tmp_path / "c", batch=4, epochs=1)]
-    assert counted.count("row tests") == 1
-    assert len(list((tmp_path / "cache" / "evidence").iterdir())) == 1
+    assert (counted.count("row tests"), counted.count("row tests, trusted rows")) == (1, 1)
+    assert len(list((tmp_path / "cache" / "evidence").iterdir())) == 2
     runs.append(train(paths, out=tmp_path / "d", batch=4, epochs=1, cache_dir=tmp_path / "other"))
     assert counted.count("row tests") == 2
     for run in (runs[2], runs[3]):  # same seed: the faults made on purpose are drawn by it
