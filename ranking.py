@@ -318,8 +318,9 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
     """Every lower row tested by two forwards of the model, and by its text.
 
     upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
-    token ids that end a turn. evidence: `row_evidence`, or what remembers it. Returns ({name: (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason,
-    the place in REASONS or -1; sentences on what was left out).
+    token ids that end a turn. evidence: `row_evidence`, or what remembers it. Returns ({name:
+    (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason, the place in REASONS or
+    -1; sentences on what was left out).
     """
     found = evidence(model, lower, ends, blank_prompt(lower), label="row tests")
     losses, trusted = functools.partial(row_losses, model), None
