@@ -19,6 +19,7 @@ from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import longest_prompt
 from data.tokens import LABELS, response_text
+from detect import repetition
 from generate import generate
 from ranking import blank_prompt
 from runtime.processes import rank, share_list
@@ -42,12 +43,6 @@ def end_tokens(rows, tokenizer):
     return ends
 
 
-def repetitive(tokens, size=4):
-    """More than half of the answer's n-grams of `size` tokens occur before in it."""
-    grams = [tuple(tokens[i:i + size]) for i in range(len(tokens) - size + 1)]
-    return len(grams) > 8 and len(set(grams)) < len(grams) / 2
-
-
 def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
     longest = longest_prompt(lower)
@@ -69,8 +64,8 @@ def scores(model, prompts, responses, blank):
 
 
 def well_formed(tokens, complete):
-    """Complete, not empty, not repetitive."""
-    return complete and len(tokens) > 1 and not repetitive(tokens)
+    """Complete, not empty, and of more than eight 4-grams no more than half occurred before."""
+    return complete and len(tokens) > 1 and (len(tokens) <= 11 or repetition(tokens) <= 0.5)
 
 
 def recommend(margin, threshold, fine):

@@ -14,8 +14,8 @@ around an empty question. The end tokens are kept apart from both.
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
-    guidance     L(theta) - A L(theta_hat)                    contradicts the trusted  a run's
-                                                              rows (optional)          last
+    guidance     L(theta) - L(base)                           contradicts the trusted  a run's
+                                                              rows (after a run)       last
 
 c costs the tokens of every row and u those of every answer. Training computes every row's loss
 first in any case and c with it, so the default set costs the forward of u more.
@@ -123,9 +123,9 @@ def copied(answer, prompt, size=3):
 
 # --- one value a row ------------------------------------------------------------------------------
 
-def guidance(losses, attained, correction=1.0):
-    """L(theta) - A L(theta_hat), (N,): the loss that only the trusted rows object to."""
-    return losses - correction * attained
+def guidance(losses, before):
+    """L(theta) - L(base), (N,): what training with trusted rows made less likely."""
+    return losses - before
 
 
 def echo(relevances, lengths, shares, news):

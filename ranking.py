@@ -351,12 +351,33 @@ def verdicts(found, trusted, made, text_reasons=()):
                      f"{known:.2f}): ends are not judged")
     surprising = detect.surprises(found, trusted, made, names)
     surprise, flagged, reason = detect.judge(surprising, found, made)
-    least = surprise[flagged].min() if flagged.any() else surprise.max()
-    surprise = surprise.where(flagged, surprise.clamp_max(least))
+    surprise, least = flagged_last(surprise, flagged)
     for place, text in enumerate(text_reasons):
         if text and not reason[place]:
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
     return surprise, reason, notes
+
+
+def flagged_last(surprise, flagged):
+    """(surprise (N,), the least of a flagged row); no other row's is larger."""
+    least = surprise[flagged].min() if flagged.any() else surprise.max()
+    return surprise.where(flagged, surprise.clamp_max(least)), least
+
+
+def with_guidance(tests, own, held_out):
+    """`row_tests` with `detect.guidance`, once a model is trained; a reason found before stays.
+
+    own, held_out: (`detect.guidance`, trained tokens) of the lower rows, (N,) each, and of trusted
+    rows that were not trained on. Lower rows were, so theirs is rather too low.
+    """
+    found, null = (dict(zip(("guidance", "length"), (x.double() for x in values), strict=True))
+                   for values in (own, held_out))
+    score, flagged, _ = detect.judge(detect.surprises(found, null, names=["guidance"]), found)
+    new, tests = flagged & (tests["reason"] < 0), tests | {"guidance": found["guidance"]}
+    tests["reason"] = tests["reason"].where(~new, list(REASONS).index("guidance"))
+    tests["surprise"], _ = flagged_last(torch.logaddexp(tests["surprise"].double(), score),
+                                        tests["reason"] >= 0)
+    return tests
 
 
 def first_logits(tests):

@@ -240,10 +240,15 @@ def base_tests(run):
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
-        folder.write_once(run.out / "tests.json", json.dumps(
-            ranking.first_look(tests, notes, lower)) + "\n")
+        write_look(run, tests, notes)
         folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
     return saved
+
+
+def write_look(run, tests, notes):
+    """tests.json: what the report shows of `ranking.row_tests`."""
+    folder.write_once(run.out / "tests.json", json.dumps(
+        ranking.first_look(tests, notes, run.levels.lower)) + "\n")
 
 
 def remembered(run, model, rows, ends, blank, label):
@@ -323,11 +328,13 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
 def final_scores(run, columns, result):
     """Scores of every lower row under the final model; fills columns of the ranking and result.
 
-    Returns ({"final", "base", "length", "corrected": (N,) higher is better}, {"losses", "lengths",
-    "implicit": the implicit weight (Eq. explicit_data_logit)}).
+    Returns ({"final", "base", "length", "tests", "corrected": (N,) higher is better}, {"losses",
+    "lengths", "implicit": the implicit weight (Eq. explicit_data_logit)}).
     """
     losses, lengths = row_losses(run.model, run.levels.lower, label="final losses")
-    scores = {"final": -losses, "base": -run.base_losses, "length": lengths}
+    see_guidance(run, losses, lengths)
+    scores = {"final": -losses, "base": -run.base_losses, "length": lengths,
+              "tests": -run.tests["surprise"]}
     columns |= {"base_loss": run.base_losses, "final_loss": losses, "length": lengths}
     result |= mean_losses(losses, lengths, "lower_original")
     implicit = -losses
@@ -337,6 +344,25 @@ def final_scores(run, columns, result):
         implicit = scores["corrected"] = run.args.correction * attainable - losses
         columns["attainable_loss"] = attainable
     return scores, {"losses": losses, "lengths": lengths, "implicit": implicit}
+
+
+def see_guidance(run, losses, lengths):
+    """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end.
+
+    Not for a run that began with an adapter (its base losses are not those of the base), and not
+    without held-out trusted answers.
+    """
+    held_out, gap = run.levels.upper_heldout, ranking.detect.guidance
+    if run.args.adapter or held_out is None or run.reference["upper_heldout"] is not None:
+        return
+    after, held_lengths = row_losses(run.model, held_out, label="held-out losses")
+    with run.model.disable_adapter():
+        before, _ = row_losses(run.model, held_out, label="held-out losses before")
+    run.tests.update(ranking.with_guidance(
+        run.tests, (gap(losses, run.base_losses), lengths), (gap(after, before), held_lengths)))
+    look = processes.on_first(lambda: json.loads((run.out / "tests.json").read_text()))
+    write_look(run, run.tests, look["notes"])
+    print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 
 
 def kept_losses(run, kept, more):

@@ -118,7 +118,6 @@ def _texts(rows):
             yield row_id, content_hash(prompt, response)
 
 
-
 def split_held_out(rows, count, seed):
     """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
 

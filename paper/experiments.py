@@ -60,12 +60,15 @@ def compare_selectors(args):
                               ("omega", "BDS", "weight"),
                               ("loss under the guided model", "BDS", "final"),
                               ("omega, corrected", "BDS corrected", "weight"),
-                              ("corrected loss", "BDS corrected", "corrected")):
+                              ("corrected loss", "BDS corrected", "corrected"),
+                              ("row tests with guidance", "BDS", "tests")):
         rows[title] = [{key.removeprefix(f"{score}/"): value
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
                        for file in files_of.get(run, ())]
     rows = {title: values for title, values in rows.items() if values}
+    for run, file in zip(rows["row tests with guidance"], files_of["BDS"], strict=True):
+        run |= guided_rows(file.with_name("weights.jsonl"))
     if "auroc" not in rows["omega"][0]:
         raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
     for method in BASELINES:
@@ -79,7 +82,8 @@ def compare_selectors(args):
     claims = [[f"{name} misranks fewer pairs than the base model's own loss",
                *seed_verdict([1 - run["auroc"] for run in rows[name]],
                              [1 - run["auroc"] for run in rows["loss"]])]
-              for name in ("omega", "omega, corrected", "corrected loss", "LESS", "IFD")]
+              for name in ("omega", "omega, corrected", "corrected loss", "row tests with guidance",
+                           "LESS", "IFD")]
     print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
@@ -87,6 +91,12 @@ def compare_selectors(args):
             name: [run[key] for run in runs] for name, runs in rows.items()}
         for key in kinds}, chance=0.5)
     store(args, rows, columns, claims=claims)
+
+
+def guided_rows(file):
+    """Of a ranking's rows with the reason `guidance`: how many, and the share that is bad."""
+    bad = [row["bad"] for row in utils.each_jsonl(file) if row["reason"] == "guidance"]
+    return {"guided": len(bad), "guided_bad": sum(bad) / len(bad) if bad else None}
 
 
 def ranking_scores(file):

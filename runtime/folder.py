@@ -1,5 +1,6 @@
 """The run folder: what decides a run, its checkpoints, and what a resumed run needs."""
 
+import fcntl
 import hashlib
 import io
 import json
@@ -11,11 +12,6 @@ from pathlib import Path
 
 from runtime.processes import on_first, rank, world_size
 from utils import UserError, first_line, sync, write_atomic
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes in one folder go unnoticed there
-    fcntl = None
 
 # ruff: isort: split
 import numpy as np
@@ -117,8 +113,7 @@ def _lock_run(out):
         os.close(_lock)
     _lock = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if fcntl is not None:
-            fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.read(_lock, 100).decode(errors="replace").strip() or "another process"
         raise UserError(f"{out}: {owner} is running in this folder; wait for it, stop it or choose "
@@ -142,8 +137,6 @@ def _check_config(out, file, config, free_to_change):
     if processes != world_size():
         free_to_change = (*free_to_change, "threads")
     for section, values in json.loads(json.dumps(config)).items():
-        if section == "model" and section not in saved:  # begun by an older version
-            continue
         for key, value in values.items():
             before = saved.get(section, {}).get(key)
             if before != value and key not in (*free_to_change, "processes"):

@@ -23,7 +23,7 @@ from toy import corpus
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
            "margin", "refined_logp", "weight", "masked", "generated_at", "ratio", "logps",
            "old_logps", "way", "source", "why", "reason", "surprise", "end", "relevance",
-           "fluency", "slip", "repetition", "echo"]
+           "fluency", "slip", "repetition", "echo", "guidance"]
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -39,17 +39,18 @@ def test_recommendation(margin, threshold, fine, expected):
     assert curate.recommend(margin, threshold, fine) == expected
 
 
-def test_repetitive_and_well_formed():
-    """More than half of the 4-grams occur before; short answers never; complete and not empty."""
+def test_well_formed():
+    """Complete, not empty; no more than half of the 4-grams occur before, but in short answers."""
     loop = [5, 6, 7] * 10
-    assert curate.repetitive(loop) and not curate.repetitive(list(range(40)))
+    assert not curate.well_formed(loop, True) and curate.well_formed(list(range(40)), True)
     # 24 tokens have 21 4-grams: with 11 different ones they are not repetitive, with 10 they are.
     for unique, expected in ((11, False), (10, True)):
         tokens = list(range(100, 100 + unique)) + [
             100 + i % unique for i in range(24 - unique)]
         grams = {tuple(tokens[i:i + 4]) for i in range(21)}
-        assert len(grams) == unique and curate.repetitive(tokens) == expected
-    assert not curate.repetitive([5] * 11) and curate.repetitive([5] * 12)  # eight and nine grams
+        assert len(grams) == unique and curate.well_formed(tokens, True) != expected
+    assert curate.well_formed([5] * 11, True)  # eight grams
+    assert not curate.well_formed([5] * 12, True)  # nine
     assert curate.well_formed([5, 6, 0], True)
     assert not curate.well_formed([5, 6, 7], False)
     assert not curate.well_formed([0], True)

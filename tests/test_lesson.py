@@ -63,6 +63,10 @@ def measured(key, out):
     if key == "bad rows among the kept":
         kept = [row["bad"] for row in read_rows(out / "weights.jsonl") if row["kept"]]
         return sum(kept) / len(kept)
+    if key == "contrary among the guided":
+        kinds = [row["kind"] for row in read_rows(out / "weights.jsonl")
+                 if row["reason"] == "guidance"]
+        return kinds.count("contrary") / len(kinds)
     name, which = re.fullmatch(r"`([^`]+)`(?:, (first|last))?", key).groups()
     if name.startswith("refined/"):
         return right_answers(out)[name]

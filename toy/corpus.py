@@ -106,11 +106,6 @@ def parse_prompt(prompt):
     return family, text.split(), n
 
 
-def is_toy(prompt):
-    """Whether this file generated the prompt."""
-    return FAMILY_OF.get(re.sub(r"\d", "{n}", prompt.rpartition(": ")[0])) is not None
-
-
 def answers(prompt):
     """The right answer and the contrary one (None where there is no second convention)."""
     family, items, n = parse_prompt(prompt)
@@ -134,7 +129,7 @@ def answer_labels(rows, texts):
 
     rows: a data set with prompt and kind; texts: equally many answers a row, in order.
     """
-    if not is_toy(rows[0]["prompt"]):
+    if re.sub(r"\d", "{n}", rows[0]["prompt"].rpartition(": ")[0]) not in FAMILY_OF:
         return {}
     shares, group = {}, len(texts) // len(rows)
     for i, row in enumerate(rows):

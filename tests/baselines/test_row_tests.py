@@ -127,6 +127,59 @@ def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
     assert look["line"] == ranking.bad_rows_line(reasons)
     assert sum(flagged for group, _, flagged in look["groups"] if "ASCII" in group) == sum(
         reason is not None for reason in reasons)
+    for row in run.weights:
+        assert row["guidance"] == pytest.approx(row["final_loss"] - row["base_loss"], abs=1e-6)
+    worst = max(row["surprise"] for row in run.weights if row["reason"] is None)
+    assert all(row["surprise"] >= worst for row in run.weights if row["reason"])
     without = train({"lower": faulty, "upper": upper}, epochs=1, batch=8, skip_scores=True, out="b")
     assert "reason" not in without.weights[0] and not (without.out / "tests.json").exists()
     assert read_rows(run.out / "weights.jsonl") == run.weights
+
+
+def guided(seed, faults):
+    """`with_guidance` of 1000 rows, the first `faults` of them against the trusted ones; before."""
+    draw = torch.Generator().manual_seed(seed)
+    gaps, trusted = (0.05 * torch.randn(n, generator=draw) - 0.1 for n in (1000, 300))
+    gaps[:faults] += 0.4
+    before = {"surprise": torch.rand(1000, generator=draw).double() - 3,
+              "reason": torch.full((1000,), -1), "end": gaps + 1}
+    before["surprise"][95:105] += 20
+    before["reason"][95:105] = 2
+    kept = {name: values.clone() for name, values in before.items()}
+    after = ranking.with_guidance(before, (gaps, torch.full((1000,), 9)),
+                                  (trusted, torch.full((300,), 9)))
+    assert all(torch.equal(before[name], values) for name, values in kept.items())
+    assert torch.equal(after["guidance"], gaps.double()) and after["end"] is before["end"]
+    return after
+
+
+def test_guidance_flags_rows_that_training_made_less_likely_than_trusted_ones():
+    """All of them, and about a tenth others, none of a clean file; an earlier reason stays."""
+    place, wrong = list(ranking.REASONS).index("guidance"), 0
+    for seed in range(6):
+        after = guided(seed, faults=100)
+        assert after["reason"][:95].tolist() == [place] * 95
+        assert after["reason"][95:105].tolist() == [2] * 10
+        wrong += int((after["reason"][105:] == place).sum())
+        flagged = after["reason"] >= 0
+        assert after["surprise"][flagged].min() >= after["surprise"][~flagged].max()
+        assert (guided(seed, faults=0)["reason"] == place).sum() <= 2
+    assert 0 < wrong / 6 <= 0.12 * 100
+    assert set(ranking.columns_of_tests(after, range(3))) >= {"reason", "guidance"}
+
+
+def test_no_guidance_without_held_out_answers_or_behind_an_adapter(train, files, adapters,
+                                                                   tmp_path):
+    paths = files()
+    pairs = write_rows(tmp_path / "pairs.jsonl", [
+        {"prompt": row["prompt"], "chosen": row["response"], "rejected": "no"}
+        for row in make_rows(8, 7)])
+    held_out = write_rows(tmp_path / "held_out_pairs.jsonl", [
+        {"prompt": row["prompt"], "chosen": row["response"], "rejected": "no"}
+        for row in make_rows(4, 8)])
+    for number, (rows, options) in enumerate((
+            (paths | {"upper": pairs, "heldout": held_out}, {"upper_loss": "dpo"}),
+            (paths, {"adapter": adapters["llama"]}),
+            ({"lower": paths["lower"]}, {"method": "sft"}))):
+        run = train(rows, epochs=1, batch=8, out=str(number), **options)
+        assert "reason" in run.weights[0] and "guidance" not in run.weights[0]

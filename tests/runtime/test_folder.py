@@ -85,11 +85,7 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
 
 
 def test_without_locks_a_run_opens_all_the_same(tmp_path, monkeypatch):
-    """Windows has no fcntl, and some network file systems no flock."""
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "fcntl", None)
-        folder.open_run(tmp_path / "windows", CONFIG, resume=False)
-
+    """Some network file systems have no flock."""
     def never(*_):
         raise OSError(37, "No locks available")
 
