@@ -20,9 +20,10 @@ four disjoint parts: train, calibrate, gate, and the held-out rows, which nothin
                be replaced.
     gate       measures with fresh rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
-Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. An accepted answer trains with
-that of the gate as its weight. A cut answer that is not completed trains without an end token. Any
-other row is dropped.
+Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. A found answer trains with that
+of the gate as its weight, a cut answer as far as it goes, without an end token. Any other row is
+dropped: what the model wrote itself teaches it nothing, and its errors are repeated every epoch
+(docs/tried.md). Such answers are written at the end, for the curated set.
 
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
 longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
@@ -46,7 +47,6 @@ from curate import greedy
 from data.tokens import response_text
 from ranking import blank_prompt, end_ids
 from runtime import folder
-from toy import corpus
 from utils import UserError, content_hash, table
 
 # ruff: isort: split
@@ -476,10 +476,8 @@ def prepare(run, sampling):
     run.searched = search_once(run, [
         p for p, (reason, given) in enumerate(zip(reasons, masked, strict=True))
         if (given and reason != "end") or "search" in REPAIRS.get(reason, ())])
-    run.gates = None
     if run.step == 0:
-        run.gates = open_gates(run, sampling)
-        print_gates(run.gates, run.searched["present"])
+        print_gates(open_gates(run, sampling, WAYS), run.searched["present"])
 
 
 def search_once(run, suspects):
@@ -517,8 +515,9 @@ def search_once(run, suspects):
     return saved
 
 
-def open_gates(run, sampling, wanted=WAYS):
-    """{way: `gate`} under the model of now; ways that nobody wants are closed."""
+def open_gates(run, sampling, wanted=()):
+    """{way: `gate`} under the model of now; of the two that write, those that are not wanted are
+    closed."""
     searched = run.searched
     gates = {"search": gate(searched["calibrate"], searched["gate"], searched["present"])}
     parts = {name: [row for row in as_rows(part, run.ends)
@@ -531,12 +530,16 @@ def open_gates(run, sampling, wanted=WAYS):
     return gates
 
 
-def repair(run, places, sampling, number):
-    """(what `accept_or_drop` says of the lower rows at these places, metrics) at a refresh."""
+def repair(run, places, sampling, number, write):
+    """(what `accept_or_drop` says of the lower rows at these places, metrics).
+
+    number: of the refresh, or another name for this drawing at random; write: whether answers are
+    written, too.
+    """
     rows = as_rows([run.levels.lower[p] for p in places], run.ends,
                    run.tested(torch.tensor(places))["reason"])
-    wanted = {way for row in rows for way in REPAIRS.get(row["reason"], ("generate",))}
-    gates = run.gates if run.step == 0 else open_gates(run, sampling, wanted)
+    gates = open_gates(run, sampling, {way for row in rows for way in REPAIRS.get(
+        row["reason"], ("generate",))} if write else ())
     tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
     generator = torch.Generator().manual_seed(
@@ -553,18 +556,11 @@ def repair(run, places, sampling, number):
 
 
 def accepted_answers(run, places, sampling, number):
-    """{place: (tokenised row, weight)} of the lower rows at these places that train on; metrics.
-
-    Of toy rows also how many accepted answers are right, which only there is known.
-    """
+    """{place: (tokenised row, weight)} of the lower rows at these places that train on; metrics."""
     started = time.perf_counter()
-    decisions, metrics = repair(run, places, sampling, number)
+    decisions, metrics = repair(run, places, sampling, number, write=False)
     accepted = {place: (answer_row(prompt_of(run.lower[place]), made["tokens"]), made["weight"])
                 for place, made in zip(places, decisions, strict=True) if made["way"] is not None}
-    rows = run.levels.lower.select(accepted)
-    if accepted and "kind" in rows.column_names:
-        metrics |= corpus.answer_labels(rows, [run.text_of(response_of(row))
-                                               for row, _ in accepted.values()])
     return accepted, metrics | {"answers": len(accepted),
                                 "time/generate": time.perf_counter() - started}
 
@@ -583,6 +579,8 @@ def print_gates(gates, present):
             print(f"{way}: closed, {own['why']}")
     if all(own["threshold"] is None for own in gates.values()):
         print("advice: no new answer can be trusted here before training; --refine drop costs less")
+    elif gates["search"]["threshold"] is None:
+        print("advice: no found answer can be trusted; the others are for the curated set alone")
 
 
 def rewrite(run, places, sampling):
@@ -590,7 +588,7 @@ def rewrite(run, places, sampling):
 
     An answer that was found is given as its row has it, whole where --max-length cut its tokens.
     """
-    decisions, metrics = repair(run, places, sampling, "curated")
+    decisions, metrics = repair(run, places, sampling, "curated", write=True)
     place_of = {row_id: place for place, row_id in enumerate(run.levels.lower["row_id"][:])}
     refined = {}
     for place, made in zip(places, decisions, strict=True):

@@ -27,8 +27,8 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     be that the bad answers are gone, and `drop` shows how much.
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
-16. Beyond the paper: `--refine accept` trains on a new answer only where trusted rows say that such
-    answers are right (accept.py). `--mask FILE` masks what a ranking does not keep, from step 0 on.
+16. Beyond the paper: `--refine accept` trains on answers that it finds in the file and trusted rows
+    vouch for (accept.py). `--mask FILE` masks what a ranking does not keep, from step 0 on.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def parse_args(argv=None):
     add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
     add("--refine", choices=("generate", "drop", "original", *accept.RULES), default="generate",
-        help="the paper's; no answer; the original; what trusted rows vouch for; random ones")
+        help="the paper's; none; the original; found ones that trusted rows vouch for; random ones")
     add("--ratio", choices=("sequence", "lambda"), default="sequence",
         help="weight of an answer: r, or G lambda")
     add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")

@@ -1,4 +1,4 @@
-"""Does a repaired or new answer do more than leaving the row out? `python -m paper refine`.
+"""Does a found or new answer do more than leaving the row out? `python -m paper refine`.
 
     python -m paper refine                          # the toy at 40, 60 and 80 % bad rows
     python -m paper refine --scale small --data "--model M --lower good.jsonl --upper trusted.jsonl"
@@ -7,8 +7,8 @@ Every arm masks rows by the same rule. What stands in for them differs:
 
     drop            nothing
     generate        the model's own answers, weighted by the ratio: Algorithm 1
-    accept          repaired or new answers that trusted rows vouch for: accept.py
-    random          as many new answers, accepted at random
+    accept          answers found in the file that trusted rows vouch for: accept.py
+    random          as many found answers, accepted at random
     drop, same      nothing, and trusted rows that train are those that train under accept: the
                     others are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
@@ -45,7 +45,7 @@ from utils import UserError, table
 
 FIRST_SEED = 3
 NOISES = {"toy": (0.4, 0.6, 0.8), "small": (0.5, 0.8)}  # shares of bad rows
-# From step 50 on the toy's guided model is right more often than not.
+# From step 50 on the toy's guided model is right more often than not, which generate needs.
 TOY = "--first-refresh 50 --k-gen 25 --center --max-new-tokens 16"
 # The lower rows have nine tenths of the objective: at one half the trusted rows alone teach nearly
 # all, and even the right answers were 0.03 ahead of nothing. omega's rate is that of rho = 0.1.

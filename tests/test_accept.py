@@ -742,7 +742,7 @@ def test_a_found_answer_is_given_whole(monkeypatch):
     """Training cuts an answer at --max-length; the curated set has the text of its own row."""
     made = {"margin": 1.0, "way": "search", "source": 8, "tokens": [1], "why": "w", "weight": 0.9}
     others = [made | {"way": way, "source": None} for way in ("generate", "prefix", None)]
-    monkeypatch.setattr(accept, "repair", lambda *rest: ([made, *others], {}))
+    monkeypatch.setattr(accept, "repair", lambda *rest, write: ([made, *others], {}))
     lower = Dataset.from_list([{"row_id": 5, "response": "no"}, {"row_id": 8, "response": "all"}])
     run = SimpleNamespace(levels=SimpleNamespace(lower=lower), text_of=lambda tokens: "cut")
     found, _ = accept.rewrite(run, [0, 1, 2, 3], {})

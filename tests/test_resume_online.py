@@ -181,9 +181,10 @@ def accepting(monkeypatch, files, tmp_path):
     """(paths, options) of a run that accepts answers: gates are open, whatever they measured."""
     measure = accept.open_gates
 
-    def open_gates(*rest):
-        return {way: own | {"threshold": 3.0 if way == "search" else -99.0, "weight": 0.9}
-                for way, own in measure(*rest).items()}
+    def open_gates(run, sampling, wanted=()):
+        return {way: own | ({"threshold": 3.0 if way == "search" else -99.0, "weight": 0.9}
+                            if way in ("search", *wanted) else {})
+                for way, own in measure(run, sampling, wanted).items()}
 
     monkeypatch.setattr(accept, "open_gates", open_gates)
     paths = files(lower=24, upper=80, longest=2)
@@ -224,20 +225,20 @@ def die_in(monkeypatch):
 
 
 def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
-    """Stopped before and after search.json is written, in each generation of a refresh, after a
-    refresh, between refreshes and in the final pass."""
+    """Stopped before and after search.json is written, in the gate before training, after and
+    between refreshes, and in each generation of the final pass."""
     paths, options = accepting
     calls = die_in(curate, "generate", 0)
     whole = online(paths, out="whole", **options)
     assert [step["step"] for step in whole.metrics if "answers" in step] == [0, 5, 10, 15]
-    for key in ("accepted/search", "accepted/generate"):
-        assert sum(step.get(key, 0) for step in whole.metrics) > 2, key
-    assert whole.result["refined/refined"] > 3
+    assert sum(step.get("accepted/search", 0) for step in whole.metrics) > 2
+    assert not any(step.get("accepted/generate") for step in whole.metrics)
+    assert whole.result["accepted/generate"] > 0 and whole.result["refined/refined"] > 3
     stops = [(accept, "trial_search", 1), (accept.folder, "write_once", 1),
              (curate, "generate", 1), (curate, "generate", 4), (metrics, "log_metrics", 2),
-             (curate, "generate", 6), (accept, "accepted_answers", 1),
-             (metrics, "log_metrics", 5), (metrics, "log_metrics", 4), (accept, "rewrite", 1),
-             (models, "save_adapter", 1)]
+             (accept, "accepted_answers", 1), (metrics, "log_metrics", 5),
+             (metrics, "log_metrics", 4), (curate, "generate", 2), (curate, "generate", 3),
+             (accept, "rewrite", 1), (models, "save_adapter", 1)]
     died = 0
     for number, (module, name, count) in enumerate(stops):
         die_in(module, name, count, after=name in ("accepted_answers", "log_metrics"))

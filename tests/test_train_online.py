@@ -84,19 +84,19 @@ def spied(monkeypatch):
 
 def decide(places, refresh):
     """{place: (way, weight)} given to a run: an accepted answer, a prefix, others dropped."""
-    turns = itertools.cycle([("generate", 0.85), ("prefix", 1.0), (None, None)])
+    turns = itertools.cycle([("search", 0.85), ("prefix", 1.0), (None, None)])
     return {p: next(turns) for p in (places if refresh != 1 else places[::-1])}
 
 
 @pytest.fixture
 def decided(monkeypatch):
     """`decide` in the place of accept.py's rule; and trusted parts of three rows."""
-    def repair(run, places, sampling, number):
+    def repair(run, places, sampling, number, write):
         made = []
         for p, (way, weight) in decide(places, number).items():
             new, old = [40 + p, 50, 60 + p, 0], batches.response_of(run.lower[p])[:-1]
             made.append((p, {"way": way, "weight": weight, "source": None, "margin": -0.5,
-                             "tokens": {"generate": new, "prefix": old, None: None}[way],
+                             "tokens": {"search": new, "prefix": old, None: None}[way],
                              "why": "given"}))
         return [dict(made)[p] for p in places], {"dropped": 1}
 
