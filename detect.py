@@ -61,6 +61,7 @@ from array import array
 import torch
 
 TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
+LEAST = 20            # rows of a null with a tail; fewer trusted rows are no null
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
@@ -171,14 +172,15 @@ def surprise(values, null):
 
     p is the share of the null at or above a value, by (1 + count) / (1 + n). Beyond the null's
     worst tenth, p = 0.1 exp(-(value - q) / s) with q its 90 % point and s the mean excess: an
-    exponential tail, so that values beyond every null row still differ.
+    exponential tail, so that values beyond every null row still differ. Fewer than LEAST null rows
+    have no tail to fit.
     """
     null = null[~null.isnan()].sort().values
-    if not len(null):
-        return torch.zeros_like(values)
     known = values.nan_to_num(-math.inf)
     above = len(null) - torch.searchsorted(null, known, right=False)
-    found = -((1 + above) / (1 + len(null))).log()
+    found = -((1 + above.double()) / (1 + len(null))).log()
+    if len(null) < LEAST:
+        return found
     point = torch.quantile(null, 1 - TAIL)
     excess = null[null > point] - point
     scale = max(float(excess.mean()) if len(excess) else 0.0, 1e-9)
@@ -279,7 +281,7 @@ def surprises(found, trusted=None, made=None, names=None):
             own = surprise(values, good_side(null, name) if name == "end" else null)
         else:
             own = banded_surprise(values, found["length"], name=name, usual=usual)
-        if trusted is not None and name in trusted:
+        if trusted is not None and name in trusted and len(trusted["length"]) >= LEAST:
             own = (own + banded_surprise(values, found["length"], scaled(name, trusted),
                                          trusted["length"])) / 2
         surprising[name] = own

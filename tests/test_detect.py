@@ -242,6 +242,20 @@ def test_trusted_rows_of_another_style_are_only_half_of_the_null():
     assert torch.equal(detect.surprises(found, other, made)["fluency"], own["fluency"])
 
 
+def test_a_handful_of_trusted_rows_is_no_null():
+    """Their largest value would be all that a tail is fitted to."""
+    found, few = file_of(300, 1), file_of(19, 90)
+    own = detect.surprises(found)
+    assert all(torch.equal(own[name], values) for name, values in detect.surprises(
+        found, few).items())
+    enough = file_of(20, 90)
+    assert not torch.equal(detect.surprises(found, enough)["fluency"], own["fluency"])
+    values = torch.tensor([0.0, 18.5, 1e9]).double()
+    counts = detect.surprise(values, torch.arange(19).double())
+    assert counts.exp().tolist() == pytest.approx([1, 20, 20])
+    assert detect.surprise(values, torch.arange(20).double())[2] > 1e6
+
+
 def test_without_an_end_a_row_is_not_judged_by_it():
     found = file_of(500, 3)
     found["end"][:100] = math.nan
