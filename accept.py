@@ -516,8 +516,7 @@ def search_once(run, suspects):
 
 
 def open_gates(run, sampling, wanted=()):
-    """{way: `gate`} under the model of now; of the two that write, those that are not wanted are
-    closed."""
+    """{way: `gate`} under the model of now; a way to write that is not wanted is closed."""
     searched = run.searched
     gates = {"search": gate(searched["calibrate"], searched["gate"], searched["present"])}
     parts = {name: [row for row in as_rows(part, run.ends)
@@ -533,8 +532,7 @@ def open_gates(run, sampling, wanted=()):
 def repair(run, places, sampling, number, write):
     """(what `accept_or_drop` says of the lower rows at these places, metrics).
 
-    number: of the refresh, or another name for this drawing at random; write: whether answers are
-    written, too.
+    number: of the refresh, the seed of `random`; write: whether answers are written, too.
     """
     rows = as_rows([run.levels.lower[p] for p in places], run.ends,
                    run.tested(torch.tensor(places))["reason"])

@@ -131,8 +131,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """A frozen causal LM with packed attention, dropout off, in evaluation mode.
 
     dtype: "auto" (see runtime/precision.py) or a name. `four_bit` is an NF4 base through
-    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`. A GGUF file is
-    dequantised. Only safetensors and GGUF are read, and no remote code is run.
+    bitsandbytes. `on_host` leaves the weights in host memory, for `shard`.
     """
     dtype = pick_dtype(dtype, device, dtype == "auto" and load_config(name), four_bit)
     model = _read_model(name, device, dtype, four_bit)

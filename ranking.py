@@ -349,6 +349,9 @@ def verdicts(found, trusted, made, text_reasons=()):
         names.remove("end")
         notes.append("the model does not know where answers end (AUROC of rows cut at random "
                      f"{known:.2f}): ends are not judged")
+    if trusted is not None and len(trusted["length"]) < detect.LEAST:
+        notes.append(f"{len(trusted['length'])} trusted rows are too few to say what good rows "
+                     f"look like; {detect.LEAST} or more do")
     surprising = detect.surprises(found, trusted, made, names)
     surprise, flagged, reason = detect.judge(surprising, found, made)
     surprise, least = flagged_last(surprise, flagged)

@@ -118,6 +118,14 @@ def test_bad_input(rank, folders, faulty, refused):
         rank("tests", None, model=folders["llama"], lower=faulty, keep_fraction=0)
 
 
+def test_too_few_trusted_rows_are_named(rank, folders, faulty, files):
+    for count in (5, 40):
+        made = rank("tests", None, model=folders["llama"], lower=faulty,
+                    upper=files(lower=1, upper=count)["upper"], out=str(count))
+        assert ("trusted rows are too few to say what good rows look like; 20 or more do"
+                in made.text) == (count < 20)
+
+
 def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
     upper = files(lower=1, upper=30)["upper"]
     run = train({"lower": faulty, "upper": upper}, epochs=1, batch=8)
