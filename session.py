@@ -349,11 +349,12 @@ def final_scores(run, columns, result):
 def see_guidance(run, losses, lengths):
     """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end.
 
-    Not for a run that began with an adapter (its base losses are not those of the base), and not
-    without held-out trusted answers.
+    Only where trusted answers trained and others are held out; not behind an adapter, whose losses
+    at the start are not those of the base.
     """
-    held_out, gap = run.levels.upper_heldout, ranking.detect.guidance
-    if run.args.adapter or held_out is None or run.reference["upper_heldout"] is not None:
+    args, held_out, gap = run.args, run.levels.upper_heldout, ranking.detect.guidance
+    alone = args.method == "sft" or (args.method == "mix" and args.rho == 1)
+    if args.adapter or alone or held_out is None or args.upper_loss == "dpo":
         return
     after, held_lengths = row_losses(run.model, held_out, label="held-out losses")
     with run.model.disable_adapter():

@@ -177,8 +177,8 @@ def test_guidance_flags_rows_that_training_made_less_likely_than_trusted_ones():
     assert set(ranking.columns_of_tests(after, range(3))) >= {"reason", "guidance"}
 
 
-def test_no_guidance_without_held_out_answers_or_behind_an_adapter(train, files, adapters,
-                                                                   tmp_path):
+def test_no_guidance_where_no_trusted_answers_train_or_behind_an_adapter(train, files, adapters,
+                                                                      tmp_path):
     paths = files()
     pairs = write_rows(tmp_path / "pairs.jsonl", [
         {"prompt": row["prompt"], "chosen": row["response"], "rejected": "no"}
@@ -189,6 +189,7 @@ def test_no_guidance_without_held_out_answers_or_behind_an_adapter(train, files,
     for number, (rows, options) in enumerate((
             (paths | {"upper": pairs, "heldout": held_out}, {"upper_loss": "dpo"}),
             (paths, {"adapter": adapters["llama"]}),
-            ({"lower": paths["lower"]}, {"method": "sft"}))):
+            ({"lower": paths["lower"]}, {"method": "sft"}), (paths, {"method": "sft"}),
+            (paths, {"method": "mix", "rho": 1}))):
         run = train(rows, epochs=1, batch=8, out=str(number), **options)
         assert "reason" in run.weights[0] and "guidance" not in run.weights[0]
