@@ -61,13 +61,13 @@ def compare_selectors(args):
                               ("loss under the guided model", "BDS", "final"),
                               ("omega, corrected", "BDS corrected", "weight"),
                               ("corrected loss", "BDS corrected", "corrected"),
-                              ("row tests with guidance", "BDS", "tests")):
+                              ("row tests, guided", "BDS", "tests")):
         rows[title] = [{key.removeprefix(f"{score}/"): value
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
                        for file in files_of.get(run, ())]
     rows = {title: values for title, values in rows.items() if values}
-    for run, file in zip(rows["row tests with guidance"], files_of["BDS"], strict=True):
+    for run, file in zip(rows["row tests, guided"], files_of["BDS"], strict=True):
         run |= guided_rows(file.with_name("weights.jsonl"))
     if "auroc" not in rows["omega"][0]:
         raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
@@ -82,8 +82,8 @@ def compare_selectors(args):
     claims = [[f"{name} misranks fewer pairs than the base model's own loss",
                *seed_verdict([1 - run["auroc"] for run in rows[name]],
                              [1 - run["auroc"] for run in rows["loss"]])]
-              for name in ("omega", "omega, corrected", "corrected loss", "row tests with guidance",
-                           "LESS", "IFD")]
+              for name in ("omega", "omega, corrected", "corrected loss", "row tests, guided", "LESS",
+                           "IFD")]
     print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
