@@ -82,8 +82,8 @@ def compare_selectors(args):
     claims = [[f"{name} misranks fewer pairs than the base model's own loss",
                *seed_verdict([1 - run["auroc"] for run in rows[name]],
                              [1 - run["auroc"] for run in rows["loss"]])]
-              for name in ("omega", "omega, corrected", "corrected loss", "row tests, guided", "LESS",
-                           "IFD")]
+              for name in ("omega", "omega, corrected", "corrected loss", "row tests, guided",
+                           "LESS", "IFD")]
     print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
