@@ -349,8 +349,7 @@ def final_scores(run, columns, result):
 def see_guidance(run, losses, lengths):
     """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end.
 
-    Only where trusted answers trained and others are held out; not behind an adapter, whose losses
-    at the start are not those of the base.
+    Only where trusted answers trained and others are held out, and the run began at the base.
     """
     args, held_out, gap = run.args, run.levels.upper_heldout, ranking.detect.guidance
     alone = args.method == "sft" or (args.method == "mix" and args.rho == 1)

@@ -165,14 +165,13 @@ def test_other_weights_in_the_same_place_are_refused(begun, tmp_path):
     assert again().result == run.result
 
 
-def test_a_copy_of_the_weights_elsewhere_and_a_run_of_an_older_version(begun):
-    """Runs that were begun before there were fingerprints resume as they did."""
+def test_a_run_that_does_not_say_which_weights_it_had_is_not_resumed(begun, refused):
     run, again, _ = begun
     config = json.loads((run.out / "config.json").read_text())
     assert set(config["model"]) == {"base_weights", "adapter_weights"}
     del config["model"]
     (run.out / "config.json").write_text(json.dumps(config))
-    assert again().result == run.result
+    assert "cannot resume: model base_weights was None and is now '" in refused(again)
 
 
 def test_a_fingerprint_is_the_same_for_the_same_weights(folders, tmp_path):

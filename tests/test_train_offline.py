@@ -311,23 +311,24 @@ def taken(monkeypatch):
 
 def test_eq_omega_starts_from_the_row_tests(train, online, files, tmp_path, refused):
     """Weights before the first step: N softmax of 0, and of ln 0.1 less the log odds above the
-    least ones for rows that look bad; by hand from the columns of weights.jsonl. From zero, and
-    online, all weights are one."""
+    least ones for rows that look bad; by hand from what the run folder keeps of the row tests
+    before training. From zero, and online, all weights are one."""
     rows = make_rows(24, seed=5)
     for n in (5, 17):  # a row that repeats another one looks bad whatever the model
         rows[n] = dict(rows[n - 1])
     paths = files(upper=8) | {"lower": write_rows(tmp_path / "rows.jsonl", rows)}
     options = {"epochs": 1, "batch": 8, "omega_lr": 0}
     run = train(paths, omega_start="tests", **options)
-    flagged = [row["reason"] is not None for row in run.weights]
-    least = min(row["surprise"] for row in run.weights if row["reason"])
-    start = [math.log(0.1) - (row["surprise"] - least) if bad else 0.0
-             for row, bad in zip(run.weights, flagged, strict=True)]
+    tests = load_file(run.out / "weights" / "base_losses.safetensors")
+    surprise, bad = tests["surprise"].tolist(), [n >= 0 for n in tests["reason"].tolist()]
+    least = min(value for value, flagged in zip(surprise, bad, strict=True) if flagged)
+    start = [math.log(0.1) - (value - least) if flagged else 0.0
+             for value, flagged in zip(surprise, bad, strict=True)]
     total = sum(math.exp(value) for value in start)
-    assert [row["weight"] for row in run.weights] == pytest.approx(
+    weights = {row["row_id"]: row["weight"] for row in run.weights}
+    assert [weights[n] for n in range(24)] == pytest.approx(
         [24 * math.exp(value) / total for value in start], rel=1e-5)
-    assert {row["row_id"] for row in run.weights if row["reason"]} >= {5, 17}
-    assert sum(flagged) < 12
+    assert bad[5] and bad[17] and sum(bad) < 12
     for run in (train(paths, out="zero", omega_start="zero", **options),
                 online(paths, out="online", refine="drop", **options)):
         assert all(row["weight"] == 1 for row in run.weights)
