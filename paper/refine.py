@@ -48,7 +48,7 @@ NOISES = {"toy": (0.4, 0.6, 0.8), "small": (0.5, 0.8)}  # shares of bad rows
 # From step 50 on the toy's guided model is right more often than not, which generate needs.
 TOY = "--first-refresh 50 --k-gen 25 --center --max-new-tokens 16"
 # The lower rows have nine tenths of the objective: at one half the trusted rows alone teach nearly
-# all, and even the right answers were 0.03 ahead of nothing. omega's rate is that of rho = 0.1.
+# all, and even the right answers were 0.03 ahead at most. omega's rate times gamma is about one.
 TEXT = ("--epochs 1 --rho-start 0.9 --omega-lr 0.1 --lr 5e-4 --correction 0 --batch 16 "
         "--micro-batch 16 --max-new-tokens 64")
 CUT = 1 / 4  # share of cut rows among the bad ones
