@@ -10,7 +10,7 @@ around an empty question. The end tokens are kept apart from both.
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
     slip         the largest -sum of c_t over 3 tokens        one odd place: a wrong   c
-                 in a row                                     number, name, word
+                 in a row, less 3.5 ln T                      number, name, word
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
@@ -66,6 +66,7 @@ BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
 SPAN = 3              # tokens of a slip
+GROWTH, SKEW = 3.5, 21.0  # nats: how the worst of T places grows with ln T; its longer upper side
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
 FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
@@ -75,7 +76,7 @@ SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
 SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
              "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp),
-             "slip": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
+             "slip": (lambda x: -(-x / SKEW).exp(), lambda y: -SKEW * (-y).clamp_min(1e-6).log())}
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -143,10 +144,13 @@ def scaled(name, found):
     """The values (N,) that a detector compares: nulls need rows of other lengths to be alike.
 
     found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
-    when the question says nothing.
+    when the question says nothing; a slip, the worst of T places, like ln T, on good rows of Alpaca
+    by 3.1 (5.9M parameters) to 3.8 nats (135M).
     """
     if name == "echo":
         return echo(found["relevance"], found["length"], found["copied"], found["news"])
+    if name == "slip":
+        return found["slip"] - GROWTH * found["length"].clamp_min(1).log()
     root = found["length"].clamp_min(1).sqrt() if name == "relevance" else 1.0
     return found[name] / root
 

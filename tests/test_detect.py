@@ -158,7 +158,23 @@ def test_the_good_side_of_a_file_is_its_good_rows(share):
     values = torch.tensor([1.0, 2, 3, 8, 9]).double()
     assert detect.good_side(values).tolist() == [1, 2, 3, 5, 4, 3]
     assert detect.good_side(values ** 3, "end").tolist() == pytest.approx([1, 8, 27, 125, 64, 27])
-    assert detect.good_side(values, "slip").tolist() == pytest.approx([1, 2, 3, 9, 4.5, 3])
+    assert detect.good_side(values.exp(), "fluency").log().tolist() == pytest.approx(
+        [1, 2, 3, 5, 4, 3])
+    mirrored = [-21 * math.log(2 * math.exp(-3 / 21) - math.exp(-x / 21)) for x in (1, 2, 3)]
+    assert detect.good_side(values, "slip").tolist() == pytest.approx([1, 2, 3, *mirrored])
+
+
+def test_the_worst_of_many_places_is_compared_with_as_many():
+    """Places with exponential tails of GROWTH nats: about as many long rows stand out as short."""
+    lengths = torch.randint(4, 200, (4000,), generator=torch.Generator().manual_seed(30))
+    worst = torch.stack([draw(n, seed).max() for seed, n in enumerate(lengths.tolist())]) * 3.5
+    found = {"slip": worst, "length": lengths.double()}
+    values, long = detect.scaled("slip", found), lengths > 100
+    assert values.tolist() == pytest.approx([
+        x - 3.5 * math.log(n) for x, n in zip(worst.tolist(), lengths.tolist(), strict=True)])
+    for of, low, high in ((values, 0.9, 1.1), (worst, 2, 9)):
+        tail = of > torch.quantile(of, 0.9)
+        assert low < float(tail[long].double().mean() / tail[~long].double().mean()) < high
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
@@ -290,8 +306,9 @@ def test_the_faults_of_a_file_are_those_of_the_likeliest_mixture():
         by_hand[1])
     odds = [math.log(sum(w * math.exp(-t / mu) / mu / math.exp(-t) for w, mu, t in zip(
         *by_hand, row, strict=True)) / max(0.05, 1 - sum(by_hand[0]))) for row in table.tolist()]
-    found = {name: torch.zeros(60) for name in ("fluency", "slip", "guidance")}
-    score, _, _ = detect.judge(dict(zip(found, table.T, strict=True)), found)
+    names = ("fluency", "relevance", "guidance")
+    found = dict.fromkeys((*names, "length"), torch.zeros(60))
+    score, _, _ = detect.judge(dict(zip(names, table.T, strict=True)), found)
     assert score.tolist() == pytest.approx(odds)
 
 
@@ -317,7 +334,7 @@ def test_of_no_rows_nothing_is_known():
 
 def test_flags_are_those_of_benjamini_and_hochberg():
     surprising = {"fluency": draw(300, 20) ** 2, "slip": draw(300, 21) * 2}
-    found = {"fluency": torch.zeros(300), "slip": torch.zeros(300)}
+    found = dict.fromkeys(("fluency", "slip", "length"), torch.zeros(300))
     _, flagged, _ = detect.judge(surprising, found, fdr=0.2)
     share, _ = causes_by_hand(torch.stack([*surprising.values()], dim=1).tolist())
     p = [min(math.exp(-float(t)) * sum(share) / w for t, w in zip(row, share, strict=True))
