@@ -12,8 +12,14 @@ all rankings their numbers, as `python -m baselines` has them; lengths are count
     joined          rows that look bad last, the others by loss
     joined, sum     the surprise plus -ln of the share of rows with as high a loss
     labels          the rows that are known to be good
-    omega           the weights of a BDS run; these two only where --only names them
+
+Only where --only names them:
+
+    omega           the weights of a BDS run
     joined, omega   rows that look bad last, the others by omega
+    unflagged       all rows that do not look bad, whatever share that is
+    random, as many; loss, as many  that many rows
+    good rows       all rows that are known to be good
 """
 
 import math
@@ -48,6 +54,8 @@ from utils import UserError, table
 ALL, SFT = "all rows", f"{OFF} --method sft --skip-scores"
 RANKINGS = ("random", "length-matched", "tests", "loss", "joined", "joined, sum", "labels")
 OF_OMEGA = ("omega", "joined, omega")
+AS_MANY = ("unflagged", "random, as many", "loss, as many")
+OF_LABELS = ("labels", "good rows")
 MEASURES = {UPPER: "held-out loss", "bad_share": "bad rows", "rows": "rows", "steps": "steps",
             "upper_exact": "exact answers"}
 
@@ -56,7 +64,9 @@ def kept_table(args):
     """Held-out loss, share of bad rows and steps after training on what each ranking keeps."""
     if not 0 < args.keep_fraction < 1:
         raise UserError(f"--keep-fraction {args.keep_fraction}: must lie between 0 and 1")
-    names = chosen(args, RANKINGS + OF_OMEGA) if args.only else list(RANKINGS)
+    names = list(RANKINGS)
+    if args.only:
+        names = chosen(args, (*RANKINGS, *OF_OMEGA, *AS_MANY, "good rows"))
     folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
     if not args.list:
         build_missing(words_of(setting(args)["data"]))
@@ -90,8 +100,9 @@ def report(args, results):
     print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
     claims = claims_of([
         (f"{name} is better than {other}", name, other, UPPER)
-        for name in ("joined", "joined, sum", "joined, omega")
-        for other in (ALL, "random", "length-matched", "tests", "loss", "omega")], results)
+        for name in ("joined", "joined, sum", "joined, omega", "unflagged")
+        for other in (ALL, "random", "length-matched", "tests", "loss", "omega",
+                      *(("joined", *AS_MANY[1:]) if name == "unflagged" else ()))], results)
     print_claims(claims, "loss")
     store(args, results, columns, claims=claims)
 
@@ -118,8 +129,9 @@ def rankings_of(names, rows, weights, share, seed):
              "joined, sum": -surprise - scores.rank_surprise(loss)}
     found["length-matched"] = scores.length_matched_scores(
         column("length"), rank_rows(joined) <= round(share * len(rows)), seed)
-    if "labels" in names:
-        found["labels"] = found["random"] - len(rows) * column("bad")
+    found |= {"unflagged": joined, "random, as many": found["random"], "loss, as many": -loss}
+    if set(OF_LABELS) & set(names):
+        found |= dict.fromkeys(OF_LABELS, found["random"] - len(rows) * column("bad"))
     if weights is not None:
         found["omega"] = torch.tensor([weights[row["row_id"]] for row in rows]).double()
         found["joined, omega"] = scores.joined_scores(-found["omega"], surprise, bad)
@@ -133,10 +145,14 @@ def write_kept(names, tests, weights, share, seed, folder):
     found = rankings_of(names, rows, weights, share, seed)
     for name in names:
         file, ranks = kept_file(folder, name, seed), rank_rows(found[name]).tolist()
+        count = round(share * len(rows))
+        if name in AS_MANY:
+            count = sum(row["reason"] is None for row in rows)
+        elif name == "good rows":
+            count = sum(not row["bad"] for row in rows)
         utils.make_parent(file)
         utils.write_jsonl(file, [
-            {"row_id": row["row_id"], "hash": row["hash"], "rank": rank,
-             "kept": rank <= round(share * len(rows))}
+            {"row_id": row["row_id"], "hash": row["hash"], "rank": rank, "kept": rank <= count}
             for row, rank in zip(rows, ranks, strict=True)])
 
 
@@ -169,7 +185,7 @@ def print_runs(args, names, guided):
     """Runs times minutes, from one step and one forward timed here, on the one thread of a run."""
     words, count = words_of(*(setting(args)[part] for part in ("data", "train"))), len(names)
     run = session.plan(train_offline.parse_args(["--method", "sft", *words]))
-    if "labels" in names and "bad" not in run.levels.lower.column_names:
+    if set(OF_LABELS) & set(names) and "bad" not in run.levels.lower.column_names:
         raise UserError("kept: the lower rows have no column `bad`, so there are no labels to rank "
                         "by: name the other rankings with --only")
     step, forward = measured_rates(run)

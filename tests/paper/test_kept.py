@@ -22,7 +22,7 @@ ROWS = [{"row_id": n, "hash": f"h{n}", "surprise": float(n % 7 - 9), "loss": 2.0
 def test_rankings_are_what_they_say():
     weights = {n: float(n % 11) for n in range(40)}
     found = kept.rankings_of(["labels"], ROWS, weights, 0.5, 3)
-    assert set(found) == set(kept.RANKINGS + kept.OF_OMEGA)
+    assert set(found) == {*kept.RANKINGS, *kept.OF_OMEGA, *kept.AS_MANY, "good rows"}
     order = {name: values.argsort(descending=True).tolist() for name, values in found.items()}
     assert [ROWS[n]["bad"] for n in order["labels"]] == [False] * 30 + [True] * 10
     assert order["loss"] == list(range(39, -1, -1))
@@ -42,6 +42,19 @@ def test_rankings_are_what_they_say():
     assert (matched != chosen).any()
     unlabelled = [{key: value for key, value in row.items() if key != "bad"} for row in ROWS]
     assert "omega" not in kept.rankings_of([], unlabelled, None, 0.5, 3)
+
+
+def test_what_is_kept_is_a_share_or_the_rows_that_do_not_look_bad(tmp_path):
+    utils.write_jsonl(tmp_path / "tests.jsonl", ROWS)
+    names = [*kept.AS_MANY, "good rows", "joined", "loss"]
+    kept.write_kept(names, tmp_path / "tests.jsonl", None, 0.5, 3, tmp_path)
+    chosen = {name: {row["row_id"] for row in utils.read_jsonl(
+        kept.kept_file(tmp_path, name, 3)) if row["kept"]} for name in names}
+    assert chosen["unflagged"] == {n for n in range(40) if n % 7 != 6}
+    assert chosen["good rows"] == {n for n in range(40) if n % 7 < 5}
+    assert chosen["loss, as many"] == set(range(5, 40)) and chosen["loss"] == set(range(20, 40))
+    assert len(chosen["random, as many"]) == 35 and len(chosen["joined"]) == 20
+    assert chosen["random, as many"] != chosen["loss, as many"]
 
 
 def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, refused,
