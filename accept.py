@@ -10,7 +10,7 @@ Three ways to an answer, and a margin of each:
                s(y) = sum_t (log p(y_t | x) - log p(y_t | blank)) / sqrt(T) under the frozen base.
                margin: s(found) - max(s(original), s(runner-up))
     continue   a cut answer goes on, greedily.      margin: mean log-prob of the new tokens
-    generate   the question is answered, greedily.  margin: the same
+    generate   the question is answered, greedily.  margin: the same (others are in docs/tried.md)
 
 Trusted rows say which margins to believe, because their right answers are known. They are cut into
 four disjoint parts: train, calibrate, gate, and the held-out rows, which nothing here reads.
@@ -31,9 +31,6 @@ question with a longer answer is asked as well: a short answer to it is wrong.
 
 The trials of `search` offer each row its own answer once, and once not. How many of the file's rows
 have theirs in it is estimated from the margins (`share_present`), and weighs the two.
-
-Other margins were measured and are worse: agreement of samples, and the log-prob under the guided
-model less that under the base (docs/tried.md).
 """
 
 import collections

@@ -65,8 +65,7 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN = 3              # tokens of a slip
-GROWTH, SKEW = 3.5, 21.0  # nats: how the worst of T places grows with ln T; its longer upper side
+SPAN, GROWTH, SKEW = 3, 3.5, 21.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
 FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
@@ -144,8 +143,8 @@ def scaled(name, found):
     """The values (N,) that a detector compares: nulls need rows of other lengths to be alike.
 
     found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
-    when the question says nothing; a slip, the worst of T places, like ln T, on good rows of Alpaca
-    by 3.1 (5.9M parameters) to 3.8 nats (135M).
+    where the question says nothing, the worst of T places like ln T, on good rows of Alpaca by 3.1
+    (5.9M parameters) to 3.8 nats (135M).
     """
     if name == "echo":
         return echo(found["relevance"], found["length"], found["copied"], found["news"])
@@ -225,12 +224,12 @@ def without_made(values, made):
     """The null in values (n,) of which some are bad like `made` (m,), values of faults on purpose.
 
     With S the share of rows at or above a value: pi = min_t S(t) / S_made(t) over the made values'
-    10 to 70 % points is the largest share of the file that such faults can explain, and
-    S_0 = (S - pi S_made) / (1 - pi), made monotone, is the rest. Returns (its quantiles, pi).
+    10 to 70 % points is the largest share of the file that such faults can explain. Returns
+    (1 - pi) n quantiles, 50 at least, of S_0 = (S - pi S_made) / (1 - pi), made monotone.
     """
     values, made = (x[~x.isnan()].sort().values for x in (values, made))
     if not len(values) or not len(made):
-        return values, 0.0
+        return values
 
     def above(sample, at):
         return 1 - torch.searchsorted(sample, at).double() / len(sample)
@@ -242,7 +241,7 @@ def without_made(values, made):
     count = max(50, round(len(values) * (1 - share)))
     wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     places = torch.searchsorted(-rest, -wanted).clamp_max(len(values) - 1)
-    return values[places], share
+    return values[places]
 
 
 def fixed_surprise(values, start, scale):
@@ -280,7 +279,7 @@ def surprises(found, trusted=None, made=None, names=None):
         if name in SCALES:
             continue
         if made is not None and name in made:
-            null, _ = without_made(values[usual], made[name])
+            null = without_made(values[usual], made[name])
             # No fault is too sure of its end.
             own = surprise(values, good_side(null, name) if name == "end" else null)
         else:

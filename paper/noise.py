@@ -8,7 +8,10 @@ exchanged answers are in no file. The rows are cut into two halves by prompt: th
 were chosen on "develop", figures are quoted from "report". Intervals: 95 %, rows of a file drawn
 anew. Every number is kept in the run folder, so that a killed command goes on where it stopped. Row
 tests without and with trusted rows; loss, length, IFD (of the answer's tokens) and random as
-`python -m baselines` has them.
+`python -m baselines` has them. The mixed files lie in the run folder, for what has to be trained:
+
+    python -m paper selectors --scale small --data "--lower runs/noise_6m/report-all-kinds-30.jsonl
+        --model MODEL --upper trusted.jsonl"
 """
 
 import collections
@@ -34,6 +37,7 @@ from data import sets
 from data.tokens import load_rows
 from paper import faults
 from paper.results import save_results
+from paper.running import slug
 from runtime import processes
 from utils import UserError, table
 
@@ -168,8 +172,16 @@ def file_of(parts, kinds, share, half, seed):
     found = {name: torch.stack([part[2][name][n] for part, n in picked])
              for name in parts["clean"][2]}
     tokens = datasets.Dataset.from_list([
-        {name: part[0][n][name] for name in ("input_ids", "trained")} for part, n in picked])
+        {name: part[0][n][name] for name in ("input_ids", "trained", "prompt", "response")}
+        for part, n in picked])
     return tokens, found, labels
+
+
+def write_file(path, tokens, labels):
+    """The rows of `file_of` with the columns bad and kind, which labelled rows have elsewhere."""
+    utils.write_jsonl(path, [
+        {"prompt": row["prompt"], "response": row["response"], "bad": label != "clean",
+         "kind": label} for row, label in zip(tokens, labels, strict=True)])
 
 
 # --- what the rankings make of a file -------------------------------------------------------------
@@ -248,6 +260,9 @@ def noise_table(args):
     for number, half in enumerate(HALVES):
         for name, share, kinds in tqdm(files, desc=half):
             tokens, found, labels = file_of(parts, kinds, share, number, given.seed)
+            if name in MIXED:
+                write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", tokens,
+                           labels)
             made = ranking.made_faults(losses, tokens, scorer.ends, found, given.seed)
             results[half][f"{name}, {share:.0%}"] = judged(found, made, trusted, labels, given.seed)
     save_results(stored, args.command, results, rows=len(parts["clean"][1]),

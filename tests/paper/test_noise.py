@@ -11,6 +11,7 @@ import models
 import ranking
 import utils
 from batches import row_losses
+from data.tokens import load_rows
 from paper import faults, noise, pairs
 from paper.__main__ import main
 
@@ -68,7 +69,7 @@ def tiny(tmp_path, monkeypatch, folders):
             f"--upper {write_rows('trusted.jsonl', make_rows(30, 2))}")
 
 
-def test_the_table_on_a_tiny_model(tiny, tmp_path, capfd, refused):
+def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     main(["noise", "--name", "tiny", "--rows", "40", "--data", tiny])
     stored = json.loads((tmp_path / "results/noise_tiny.json").read_text())
     assert stored["command"].startswith("python -m paper noise") and stored["rows"] == 40
@@ -90,6 +91,12 @@ def test_the_table_on_a_tiny_model(tiny, tmp_path, capfd, refused):
     counts = {file.stem: len(utils.read_jsonl(file))
               for file in (tmp_path / "runs/noise_tiny").glob("*.jsonl")}
     made = counts.pop("made")
+    assert [counts.pop(f"{half}-all-kinds-30") for half in noise.HALVES] == [20, 20]
+    rows = load_rows(str(tmp_path / "runs/noise_tiny/report-all-kinds-30.jsonl"),
+                     models.load_tokenizer(folders["llama"]))[0]
+    assert {kind: rows["kind"][:].count(kind) for kind in set(rows["kind"][:])} == {
+        kind: sum(own.values()) for kind, own in figures["tests"]["reasons"].items()}
+    assert rows["bad"][:] == [kind != "clean" for kind in rows["kind"][:]]
     assert 0 < made <= forwards - 2 * sum(counts.values())
     assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", tiny]))
     assert "name the rows" in refused(lambda: main(["noise"]))
