@@ -41,7 +41,8 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
            "refine": refine.refine_table, "readme": rendering.render, "small": small.small}
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"),
-       "rows": ("noise", "refine"), "lower": ("small",), "upper": ("small",)}  # flag: its targets
+       "rows": ("noise", "refine"), "first_seed": ("refine",),
+       "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
 OF_RUNS = ("scale", "seeds", "workers", "train", "online", "select", "only")
 UNREAD = {"noise": OF_RUNS, "pairs": OF_RUNS, "refine": ("online", "select"),  # target: its flags
@@ -71,6 +72,8 @@ def parse_args(argv=None):
     add("--tokens", type=int, default=256, help="winrate, examples: new tokens an answer")
     add("--keep-fraction", type=float, default=0.7, help="curated, kept: k over N")
     add("--rows", type=int, default=600, help="noise, refine: good rows to spoil (600)")
+    add("--first-seed", type=int, default=3, help="refine: its settings were chosen on the seeds "
+        "below (3)")
     args = parser.parse_args(argv)
     unread = UNREAD.get(args.target, ())
     given = [name for name in ("data", *OF_RUNS, *OWN)

@@ -15,7 +15,7 @@ Every arm masks rows by the same rule. What stands in for them differs:
 
 Masked are the bad rows and no others, from step 0 on. Text: of --rows good rows half or 80 % are
 bad, three in four with the answers of one another, one in four cut in the middle; TRUSTED trusted
-rows. Settings were chosen on seeds 0 to 2; results are of fresh seeds, from FIRST_SEED on.
+rows. Settings were chosen on seeds 0 to 2; results are of fresh seeds.
 """
 
 import json
@@ -43,7 +43,6 @@ from paper.statistics import claims_of, measured, print_claims, summary_rows
 from toy import corpus
 from utils import UserError, table
 
-FIRST_SEED = 3
 NOISES = {"toy": (0.4, 0.6, 0.8), "small": (0.5, 0.8)}  # shares of bad rows
 # From step 50 on the toy's guided model is right more often than not, which generate needs.
 TOY = "--first-refresh 50 --k-gen 25 --center --max-new-tokens 16"
@@ -184,7 +183,7 @@ def refine_table(args):
     wanted = chosen(args, [*settings, *ARMS])
     names = [name for name in settings if name in wanted] or settings
     arms = [arm for arm in ARMS if arm in wanted] or list(ARMS)
-    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
     # The commands below name row files, and not what was written into them.
     maker = Path("runs") / args.name / "refine" / "command.json"
     made_by = shlex.join(["refine", args.scale, str(args.rows), args.data or "", args.train or ""])

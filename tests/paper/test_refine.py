@@ -133,3 +133,13 @@ def test_rewritten_rows_against_the_truth(tmp_path):
 def test_bad_input(tmp_path, monkeypatch, refused, words, line):
     monkeypatch.chdir(tmp_path)
     assert line in refused(lambda: main(["refine", *words]))
+
+
+def test_seeds_go_on_from_the_first_one(tmp_path, monkeypatch, good, folders, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["refine", "--scale", "small", "--only", "80% bad; drop", "--list", "--data",
+             arguments(good, folders).data]
+    for more, seeds in (([], ["3", "4"]), (["--first-seed", "9"], ["9", "10"])):
+        main([*words, "--seeds", "2", *more])
+        lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line[line.index("--seed") + 1] for line in lines] == seeds
