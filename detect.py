@@ -368,6 +368,8 @@ HASHES, ROWS_PER_BAND = 16, 4  # minhashes of a row, in bands of four
 SHINGLE = 5                    # words
 ALIKE = 0.8                    # share of equal minhashes from which two rows are the same
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
+TURN = re.compile(r"\n\W*(User|Human|Instruction|Q)\W*:|<\|(im_start|user|start_header)|\[INST\]")
+DIALOGUE = re.compile(r"\W*\w+( \w+)?\W*:")
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 
@@ -390,22 +392,24 @@ def minhashes(text):
 
 
 def text_reasons(rows):
-    """["duplicate", "conflict" or None] a row, of an iterable of (prompt, answer); no model.
+    """"duplicate", "turn", "conflict" or None of each of an iterable of (prompt, answer); no model.
 
     duplicate: a row that repeats an earlier one, word by word or nearly (`ALIKE`).
+    turn: another question (`TURN`) in an answer that is no dialogue from its first line on.
     conflict: one question, word by word, with different answers of which one is short enough
     (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
     One pass, linear; what is kept of a row are a few hashes.
     """
     seen, first, answers, reasons = {}, array("q"), {}, []
     for place, (prompt, answer) in enumerate(rows):
+        goes_on = TURN.search(answer) and not DIALOGUE.match(answer)
         prompt, answer = plain_words(prompt), plain_words(answer)
         signature = minhashes(f"{prompt} \x1f {answer}").tolist()
         bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
                  for band in range(0, HASHES, ROWS_PER_BAND)]
         same = any(sum(map(operator.eq, first[other:other + HASHES], signature)) >= ALIKE * HASHES
                    for other in {seen[band] for band in bands if band in seen})
-        reasons.append("duplicate" if same else None)
+        reasons.append("duplicate" if same else "turn" if goes_on else None)
         if not same:
             for band in bands:
                 seen.setdefault(band, len(first))

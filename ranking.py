@@ -34,10 +34,10 @@ WORST = 3  # examples of each reason
 TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
 # What a reason says about an answer, after a number of rows.
 REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "garbled",
-           "slip": "odd in one place",
-           "repetition": "repeating themselves", "echo": "copying the question",
-           "guidance": "against the trusted rows", "duplicate": "repeating another row",
-           "conflict": "in conflict with another answer", "unclear": "for no clear reason"}
+           "slip": "odd in one place", "repetition": "repeating themselves",
+           "echo": "copying the question", "guidance": "against the trusted rows",
+           "duplicate": "repeating another row", "conflict": "in conflict with another answer",
+           "unclear": "for no clear reason", "turn": "going on with another turn"}
 DETECTORS = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
 EVIDENCE = ("end", "relevance", "fluency", "slip", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
@@ -129,11 +129,6 @@ def kept_by(rows, file):
         print(f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
               "not among the lower rows")
     return kept
-
-
-def keep_rows(rows, file):
-    """The rows that a ranking keeps; see `kept_by`."""
-    return rows.select([place for place, kept in enumerate(kept_by(rows, file)) if kept])
 
 
 def rows_not_kept(rows, file):

@@ -52,7 +52,8 @@ def plan(args):
     sets.check_vocabulary(levels, config)
     all_lower = levels.lower
     if getattr(args, "keep", None):
-        levels.lower = ranking.keep_rows(levels.lower, args.keep)
+        kept = ranking.kept_by(levels.lower, args.keep)
+        levels.lower = levels.lower.select([n for n, one in enumerate(kept) if one])
     run = SimpleNamespace(
         args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
         all_lower=all_lower, lower=batches.tokens_only(levels.lower),

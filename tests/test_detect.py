@@ -397,6 +397,18 @@ def test_duplicates_and_conflicts():
         "conflict", None, "duplicate", "duplicate", "conflict", None, None]
 
 
+@pytest.mark.parametrize(("answer", "goes_on"), [
+    ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
+    ("It is Paris.\n### Instruction:\nName a river.", True), ("Paris\n\n**Q**: Why?", True),
+    ("Paris.<|im_start|>user\nAnd of Spain?", True), ("[INST] A river? [/INST] The Rhine", True),
+    ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
+    ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
+    ("Ask the user: is it on?", False), ("", False)])
+def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
+    assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
+    assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
+
+
 def test_minhashes_share_as_many_as_the_shingles_do():
     rng, errors = random.Random(0), []
     for _ in range(60):

@@ -11,7 +11,7 @@ import batches
 import logprobs
 from batches import exact_match, mean_losses, row_losses
 from data import tokens
-from ranking import auroc, keep_rows, print_label_table, ranking_metrics
+from ranking import auroc, kept_by, print_label_table, ranking_metrics
 from utils import UserError, table
 
 # --- rankings -------------------------------------------------------------------------------------
@@ -182,10 +182,10 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):
         file = write_rows(tmp_path / "ranking.jsonl", [
             {"row_id": 1, "hash": "1", "rank": 1, "kept": kept} for kept in flags])
         if fine:
-            assert keep_rows(rows, file)["row_id"] == [1]
+            assert kept_by(rows, file) == [None, True, None]
             continue
         with pytest.raises(UserError, match="line 2: row_id 1 is kept in one line and not in"):
-            keep_rows(rows, file)
+            kept_by(rows, file)
 
 
 def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
