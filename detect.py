@@ -10,7 +10,7 @@ around an empty question. The end tokens are kept apart from both.
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
     slip         the largest -sum of c_t over 3 tokens        one odd place: a wrong   c
-                 in a row, less 3.5 ln T                      number, name, word
+                 in a row, less 3 ln T                        number, name, word
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
@@ -65,7 +65,7 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH, SKEW = 3, 3.5, 21.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
+SPAN, GROWTH, SKEW = 3, 3.0, 15.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
 FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
