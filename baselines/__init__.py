@@ -16,7 +16,7 @@ where --upper names some.
     length   characters of the response, longer is better                           scores.py
     ifd      mean loss given the prompt / mean loss behind the blank prompt         scores.py
     tests    minus the log odds of a fault by the row tests, with a reason          tests.py
-    joined   rows that look bad last, the others by loss                            tests.py
+    joined   the tests' score and the loss, added                                   tests.py
     labels   rows that are known to be good first                                   scores.py
     length-matched  random, of every length as many as another ranking keeps        scores.py
 

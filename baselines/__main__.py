@@ -88,7 +88,7 @@ def parse_args(argv=None):
     if toy_run or first.preset:
         parser.set_defaults(model=str(corpus.MODEL), **TOY)
     if first.method in TESTS:
-        parser.set_defaults(keep_fraction=None)  # the rows that do not look bad
+        parser.set_defaults(keep_fraction=None)  # as many as do not look bad
     args = parser.parse_args(argv)
     args.toy = toy_run
     check_args(args)
@@ -171,7 +171,7 @@ def score_rows(args, levels):
         values, columns, tests = score_by_tests(model, models.load_tokenizer(args.model), levels,
                                                 args.seed)
         if args.method == "joined":
-            values = scores.joined_scores(tests["loss"], tests["surprise"], tests["reason"] >= 0)
+            values = scores.joined_scores(tests["loss"], tests["surprise"])
         if args.keep_fraction is None:
             args.keep_fraction = (tests["reason"] < 0).double().mean().item()
         return values, columns | {"tests": tests}

@@ -7,8 +7,9 @@
              blank prompt: Li et al. 2024, s(A|Q) / s(A), as data_by_IFD.py of tianyi-lab/Cherry_LLM
              computes it
     labels   the rows that are known to be good, in a seeded order: what a perfect ranking keeps
-    joined   rows that look bad last, the most surprising one behind all; the others by loss. The
-             tests find faults, and rows of low loss train best (docs/results_text.md)
+    joined   the tests' score and the loss: surprise plus -ln of the share of rows with as high a
+             loss. The tests find faults, the loss what they were not made for, and rows of low loss
+             train best (docs/results_text.md)
     length-matched  random, with as many rows of every length as another ranking keeps: `--like`
 
 Deviations:
@@ -54,9 +55,9 @@ def label_scores(rows, seed):
     return random_scores(len(rows), seed) - len(rows) * torch.tensor(rows["bad"][:]).double()
 
 
-def joined_scores(losses, surprise, flagged):
-    """Flagged rows last, by surprise, the others by loss, (N,) float64; all (N,)."""
-    return torch.where(flagged, surprise.min() - surprise - losses.max() - 1, -losses)
+def joined_scores(losses, surprise):
+    """Minus the surprise of the tests and of the loss, (N,) float64; both (N,)."""
+    return -surprise - rank_surprise(losses)
 
 
 def rank_surprise(values):

@@ -8,8 +8,8 @@ columns of every ranking: reason, surprise (log odds of a fault, nats), end, rel
 slip, repetition, echo, loss and length (tokens of the answer); null where a detector has nothing to
 judge.
 
-`joined` takes the same forwards. Its flagged rows come last too, and the others stand by loss: the
-tests are for faults, and of the other rows those of low loss train best.
+`joined` takes the same forwards and keeps as many rows. It adds the loss to the score: the tests
+know some faults, the loss sees others, and of two good rows the likelier one trains better.
 """
 
 import ranking

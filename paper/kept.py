@@ -9,14 +9,14 @@ all rankings their numbers, as `python -m baselines` has them; lengths are count
     length-matched  random, with as many answers of each length as `joined` keeps
     tests           the least surprising rows
     loss            the lowest losses under the base model
-    joined          rows that look bad last, the others by loss
-    joined, sum     the surprise plus -ln of the share of rows with as high a loss
+    joined          the surprise plus -ln of the share of rows with as high a loss
+    bad last        rows that look bad last, the others by loss
     labels          the rows that are known to be good
 
 Only where --only names them:
 
     omega           the weights of a BDS run
-    joined, omega   rows that look bad last, the others by omega
+    bad last, omega  rows that look bad last, the others by omega
     unflagged       all rows that do not look bad, whatever share that is
     random, as many; loss, as many  that many rows
     good rows       all rows that are known to be good
@@ -52,8 +52,8 @@ from ranking import TRUSTED, rank_rows
 from utils import UserError, table
 
 ALL, SFT = "all rows", f"{OFF} --method sft --skip-scores"
-RANKINGS = ("random", "length-matched", "tests", "loss", "joined", "joined, sum", "labels")
-OF_OMEGA = ("omega", "joined, omega")
+RANKINGS = ("random", "length-matched", "tests", "loss", "joined", "bad last", "labels")
+OF_OMEGA = ("omega", "bad last, omega")
 AS_MANY = ("unflagged", "random, as many", "loss, as many")
 OF_LABELS = ("labels", "good rows")
 MEASURES = {UPPER: "held-out loss", "bad_share": "bad rows", "rows": "rows", "steps": "steps",
@@ -100,7 +100,7 @@ def report(args, results):
     print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
     claims = claims_of([
         (f"{name} is better than {other}", name, other, UPPER)
-        for name in ("joined", "joined, sum", "joined, omega", "unflagged")
+        for name in ("joined", "bad last", "bad last, omega", "unflagged")
         for other in (ALL, "random", "length-matched", "tests", "loss", "omega",
                       *(("joined", *AS_MANY[1:]) if name == "unflagged" else ()))], results)
     print_claims(claims, "loss")
@@ -123,19 +123,23 @@ def rankings_of(names, rows, weights, share, seed):
 
     surprise, loss = column("surprise"), column("loss")
     bad = torch.tensor([row["reason"] is not None for row in rows])
-    joined = scores.joined_scores(loss, surprise, bad)
+    joined, last = scores.joined_scores(loss, surprise), bad_last(loss, surprise, bad)
     found = {"random": scores.random_scores(len(rows), seed), "tests": column("score"),
-             "loss": -loss, "joined": joined,
-             "joined, sum": -surprise - scores.rank_surprise(loss)}
+             "loss": -loss, "joined": joined, "bad last": last}
     found["length-matched"] = scores.length_matched_scores(
         column("length"), rank_rows(joined) <= round(share * len(rows)), seed)
-    found |= {"unflagged": joined, "random, as many": found["random"], "loss, as many": -loss}
+    found |= {"unflagged": last, "random, as many": found["random"], "loss, as many": -loss}
     if set(OF_LABELS) & set(names):
         found |= dict.fromkeys(OF_LABELS, found["random"] - len(rows) * column("bad"))
     if weights is not None:
         found["omega"] = torch.tensor([weights[row["row_id"]] for row in rows]).double()
-        found["joined, omega"] = scores.joined_scores(-found["omega"], surprise, bad)
+        found["bad last, omega"] = bad_last(-found["omega"], surprise, bad)
     return found
+
+
+def bad_last(losses, surprise, bad):
+    """Rows that look bad last, by surprise, the others by loss, (N,) float64; all (N,)."""
+    return torch.where(bad, surprise.min() - surprise - losses.max() - 1, -losses)
 
 
 def write_kept(names, tests, weights, share, seed, folder):

@@ -7,8 +7,9 @@ depend on the file around it, so files of any mixture are put together from them
 exchanged answers are in no file. The rows are cut into two halves by prompt: thresholds and scales
 were chosen on "develop", figures are quoted from "report". Intervals: 95 %, rows of a file drawn
 anew. Every number is kept in the run folder, so that a killed command goes on where it stopped. Row
-tests without and with trusted rows; loss, length, IFD (of the answer's tokens) and random as
-`python -m baselines` has them. The mixed files lie in the run folder, for what has to be trained:
+tests without and with trusted rows, these joined with the loss; loss, length, IFD (of the answer's
+tokens) and random as `python -m baselines` has them. The mixed files lie in the run folder, for
+what has to be trained:
 
     python -m paper selectors --scale small --data "--lower runs/noise_6m/report-all-kinds-30.jsonl
         --model MODEL --upper trusted.jsonl"
@@ -32,6 +33,7 @@ import ranking
 import utils
 from baselines.__main__ import open_levels
 from baselines.__main__ import parse_args as parse_baseline
+from baselines.scores import joined_scores
 from batches import row_losses
 from data import sets
 from data.tokens import load_rows
@@ -203,8 +205,9 @@ def scores_and_verdicts(found, made, trusted, seed):
     if trusted is not None:
         tests["tests, trusted"] = ranking.verdicts(found, trusted, made)
     blank = found["fluency"] - found["relevance"] / found["length"].clamp_min(1)
+    joined = joined_scores(found["loss"], tests[max(tests, key=len)][0])
     return {name: -verdict[0] for name, verdict in tests.items()} | {
-        "loss": -found["loss"], "length": found["characters"],
+        "joined": joined, "loss": -found["loss"], "length": found["characters"],
         "IFD": -found["fluency"] / blank.clamp_min(1e-6),
         "random": torch.rand(len(blank), generator=torch.Generator().manual_seed(seed))}, tests
 

@@ -1,5 +1,6 @@
 """`python -m baselines`: what a ranking holds, the rows it reads, and bad input."""
 
+import math
 import shutil
 
 import pytest
@@ -65,13 +66,15 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
 
 
 def test_joined_labels_and_length_matched(rank, faulty_labels):
-    """`joined` keeps what is not flagged; the same lengths as it keeps, drawn at random."""
+    """`joined` keeps as many as are not flagged; the same lengths as it keeps, drawn at random."""
     joined = rank("joined", faulty_labels)
     flagged = [row["reason"] is not None for row in joined.ranked]
-    assert flagged == sorted(flagged) and [row["kept"] for row in joined.ranked] == [
-        not bad for bad in flagged]
-    losses = [row["loss"] for row in joined.ranked if row["kept"]]
-    assert losses == sorted(losses) and any(flagged)
+    assert any(flagged) and [row["kept"] for row in joined.ranked] == sorted(
+        (not bad for bad in flagged), reverse=True)
+    losses = [row["loss"] for row in joined.rows]
+    expected = [-row["surprise"] + math.log(sum(loss >= row["loss"] for loss in losses) / 40)
+                for row in joined.rows]
+    assert joined.scores.tolist() == pytest.approx(expected)
     assert rank("labels", faulty_labels, model=None, out="labels").result["labels/auroc"] == 1
     matched = rank("length-matched", faulty_labels, model=None, out="matched", like=joined.file,
                    keep_fraction=1 - sum(flagged) / 40)

@@ -27,12 +27,12 @@ def test_rankings_are_what_they_say():
     assert [ROWS[n]["bad"] for n in order["labels"]] == [False] * 30 + [True] * 10
     assert order["loss"] == list(range(39, -1, -1))
     bad = [n for n in range(40) if ROWS[n]["reason"]]
-    for name, key in (("joined", lambda n: -n), ("joined, omega", lambda n: -weights[n])):
+    for name, key in (("bad last", lambda n: -n), ("bad last, omega", lambda n: -weights[n])):
         assert sorted(order[name][-len(bad):]) == bad
         good = order[name][:-len(bad)]
         assert [key(n) for n in good] == sorted(key(n) for n in good)
     share = [sum(other["loss"] >= row["loss"] for other in ROWS) / 40 for row in ROWS]
-    assert torch.allclose(found["joined, sum"], torch.tensor([
+    assert torch.allclose(found["joined"], torch.tensor([
         -row["surprise"] for row in ROWS]).double() + torch.tensor(share).double().log())
     chosen = ranking.rank_rows(found["joined"]) <= 20
     matched = ranking.rank_rows(found["length-matched"]) <= 20
