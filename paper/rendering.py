@@ -192,10 +192,10 @@ def ranking_rows(report):
     rows = []
     for fault, figures in files_with(report, "30%").items():
         low, high = figures[WITH_TRUSTED]["interval"]
-        rows.append([fault, f"{figures[TESTS]['auroc']:.3f}",
-                     f"{figures[WITH_TRUSTED]['auroc']:.3f} ({low:.2f}-{high:.2f})",
-                     *(f"{figures[name]['auroc']:.3f}" for name in ("loss", "IFD"))])
-    return ["faults, 30 % of the rows", "tests", "with trusted rows", "loss", "IFD"], rows
+        rows.append([fault, f"{figures[TESTS]['auroc']:.3f}; {figures[WITH_TRUSTED]['auroc']:.3f} "
+                     f"({low:.2f}-{high:.2f})",
+                     *(f"{figures[name]['auroc']:.3f}" for name in ("joined", "loss", "IFD"))])
+    return ["faults, 30 % of the rows", "tests; with trusted rows", "joined", "loss", "IFD"], rows
 
 
 def share_rows(report):

@@ -173,7 +173,7 @@ def noise_results():
         own = {"auroc": value, "interval": [value - 0.1, value + 0.05], "found": 0.5,
                "clean_flagged": 0.012, "reasons": reasons}
         return {"tests": own, "tests, trusted": own | {"auroc": value + 0.01},
-                "loss": {"auroc": 0.6}, "IFD": {"auroc": 0.4}}
+                "joined": {"auroc": 0.7}, "loss": {"auroc": 0.6}, "IFD": {"auroc": 0.4}}
 
     report = {"clean, 0%": figures(0, {})}
     for fault, reasons in rendering.REASONS.items():
@@ -187,8 +187,9 @@ def noise_results():
 def test_row_tests_are_rendered(here):
     write(here, "noise_t", results=noise_results())
     header, _, *rows, _, source = rendered("noise_t rankings")
-    assert header == "| faults, 30 % of the rows | tests | with trusted rows | loss | IFD |"
-    assert rows[0] == "| swapped | 0.800 | 0.810 (0.70-0.85) | 0.600 | 0.400 |"
+    assert header == (
+        "| faults, 30 % of the rows | tests; with trusted rows | joined | loss | IFD |")
+    assert rows[0] == "| swapped | 0.800; 0.810 (0.70-0.85) | 0.700 | 0.600 | 0.400 |"
     assert len(rows) == len(rendering.REASONS) and source.startswith("`python -m paper table1`")
     header, _, *rows, _, _ = rendered("noise_t shares")
     assert header == "| faults | 5% | 30% | 60% |"
