@@ -368,8 +368,8 @@ HASHES, ROWS_PER_BAND = 16, 4  # minhashes of a row, in bands of four
 SHINGLE = 5                    # words
 ALIKE = 0.8                    # share of equal minhashes from which two rows are the same
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
-TURN = re.compile(r"\n\W*(User|Human|Instruction|Q)\W*:|<\|(im_start|user|start_header)|\[INST\]")
-DIALOGUE = re.compile(r"\W*\w+( \w+)?\W*:")
+TURN = re.compile(r"\n\W{0,9}(User|Human|Instruction|Q)\W{0,9}:|<\|(im_start|user|start_)|\[INST\]")
+DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 

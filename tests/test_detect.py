@@ -409,6 +409,12 @@ def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
 
 
+def test_long_runs_of_signs_take_no_time():
+    started = time.process_time()
+    detect.text_reasons([("x", sign * 200_000) for sign in ("\n", "-", "\n- ", "a", "a ", ": ")])
+    assert time.process_time() - started < 6
+
+
 def test_minhashes_share_as_many_as_the_shingles_do():
     rng, errors = random.Random(0), []
     for _ in range(60):
