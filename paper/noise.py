@@ -205,7 +205,7 @@ def scores_and_verdicts(found, made, trusted, seed):
     if trusted is not None:
         tests["tests, trusted"] = ranking.verdicts(found, trusted, made)
     blank = found["fluency"] - found["relevance"] / found["length"].clamp_min(1)
-    joined = joined_scores(found["loss"], tests[max(tests, key=len)][0])
+    joined = joined_scores(found["loss"], tests.get("tests, trusted", tests["tests"])[0])
     return {name: -verdict[0] for name, verdict in tests.items()} | {
         "joined": joined, "loss": -found["loss"], "length": found["characters"],
         "IFD": -found["fluency"] / blank.clamp_min(1e-6),
