@@ -14,8 +14,8 @@ from utils import content_hash
 import torch
 from tqdm import tqdm
 
-from logprobs import packed_forward, sequence_logprobs
-from models import bare, is_sharded
+from logprobs import sequence_logprobs
+from models import is_sharded
 
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
@@ -176,22 +176,24 @@ def own_groups(model, rows, indices, label=None):
 
 
 @torch.no_grad()
-def row_losses(model, rows, indices=None, label=None):
+def row_losses(model, rows, indices=None, label=None, greedy=False):
     """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
 
     rows: a data set of tokenised rows, indices: which of them, in order (None: all).
     label: text of a progress bar, None for none. The work is split over all processes; each
-    returns (losses (n,), lengths (n,)) of all rows, on the CPU.
+    returns (losses (n,), lengths (n,)) of all rows, on the CPU; with greedy also (n,) int64, 1
+    where greedy decoding writes the whole response, end token included. No generation needed:
+    that is so when every token is the likeliest one after the true ones before it.
     """
     indices = range(len(rows)) if indices is None else [int(i) for i in indices]
     losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
                          else torch.float32)
-    lengths = torch.zeros(len(indices), dtype=torch.int64)
+    counted = torch.zeros(2 if greedy else 1, len(indices), dtype=torch.int64)
     for places, batch in own_groups(model, rows, indices, label):
-        logps, counts = sequence_logprobs(model, batch)
-        losses[places] = (-logps / counts).cpu()[:len(places)]
-        lengths[places] = counts.cpu()[:len(places)]
-    return all_sum(losses), all_sum(lengths)
+        logps, *counts = sequence_logprobs(model, batch, greedy=greedy)
+        losses[places] = (-logps / counts[0]).cpu()[:len(places)]
+        counted[:, places] = torch.stack(counts).cpu()[:, :len(places)]
+    return all_sum(losses), *all_sum(counted)
 
 
 def mean_losses(losses, lengths, prefix):
@@ -204,23 +206,3 @@ def mean_losses(losses, lengths, prefix):
 def count_tokens(sequences):
     """Tokens of a list of rows, prompts included."""
     return sum(len(row["input_ids"]) for row in sequences)
-
-
-@torch.no_grad()
-def exact_match(model, rows):
-    """Share of rows whose whole response is the model's greedy answer to the prompt.
-
-    Teacher-forced: greedy decoding writes exactly the response when every response token, EOS
-    included, is the likeliest one after the true ones before it. No generation needed.
-    """
-    causal_lm, exact = bare(model), torch.tensor(0)
-    for places, batch in own_groups(model, rows, range(len(rows))):
-        where = batch["response_mask"].nonzero().squeeze(1)
-        hidden = packed_forward(causal_lm.base_model, batch)[where]
-        logits = causal_lm.get_output_embeddings()(hidden)
-        wrong = where[logits.argmax(dim=1) != batch["targets"][where]]
-        starts = batch["cu_seqlens"].long()
-        wrong_rows = torch.searchsorted(starts[1:], wrong, right=True).unique()
-        if len(places):
-            exact += len(starts) - 1 - len(wrong_rows)
-    return all_sum(exact).item() / len(rows)

@@ -345,11 +345,11 @@ def _plain_head(causal_lm):
     return None if any(getattr(config, name, None) is not None for name in special) else head.weight
 
 
-def token_logps(model, batch, reference=False, kernel=None):
+def token_logps(model, batch, reference=False, kernel=None, greedy=False):
     """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
     Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
-    `response_mask`.
+    `response_mask`; with greedy also (n,) bool, whether no other token is likelier.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if causal_lm.config._attn_implementation != ATTENTION:
@@ -363,25 +363,29 @@ def token_logps(model, batch, reference=False, kernel=None):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logps = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
     else:
-        hidden = packed_forward(causal_lm.base_model, batch)
-        logps = token_logprobs(hidden[where], head, targets, kernel=kernel)
-    return logps, torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]),
-                                     right=True)
+        hidden = packed_forward(causal_lm.base_model, batch)[where]
+        logps = token_logprobs(hidden, head, targets, kernel=kernel)
+        logits = hidden @ head.T if greedy else None
+    row = torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]), right=True)
+    return (logps, row, logits.argmax(dim=1) == targets) if greedy else (logps, row)
 
 
-def sequence_logprobs(model, batch, reference=False, kernel=None):
+def sequence_logprobs(model, batch, reference=False, kernel=None, greedy=False):
     """log pi(y | x) of every packed row.
 
     model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
     `attn_implementation=ATTENTION`. batch: input_ids (1, T), position_ids (1, T), cu_seqlens
     (B + 1,), targets (T,), response_mask (T,). Returns (logps (B,) sums over response tokens in
     nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
-    the model's own logits. kernel: see `token_logprobs`.
+    the model's own logits. kernel: see `token_logprobs`. greedy: return a third tensor, (B,) bool:
+    whether greedy decoding, which takes the likeliest token, writes the whole response.
     """
-    logps, row = token_logps(model, batch, reference, kernel)
+    logps, row, *likeliest = token_logps(model, batch, reference, kernel, greedy)
     num_rows = len(batch["cu_seqlens"]) - 1
     sums = torch.zeros(num_rows, dtype=logps.dtype, device=logps.device).index_add(0, row, logps)
-    return sums, torch.bincount(row, minlength=num_rows)
+    lengths = torch.bincount(row, minlength=num_rows)
+    return sums, lengths, *(torch.bincount(row[good], minlength=num_rows) == lengths
+                            for good in likeliest)
 
 
 @torch.no_grad()

@@ -134,9 +134,10 @@ def work_of(run):
         # theta descends both levels, theta_hat the lower.
         "step": args.epochs * (hat * lower + read),
         # Row tests (two forwards, and faults made of some rows), omega's losses and the final ones
-        # of both adapters, held-out losses and exact answers before and after, scores of answers.
+        # of both adapters, held-out losses (before, by epoch, 2 for guidance), scores of answers.
         "forward": 2 * (lower + trusted) + 2 * min(run.num_rows, ranking.FAULTS) * per_row
-        + (args.epochs + 1) * hat * lower + 4 * held_out + 4 * sum(answers) * per_row,
+        + (args.epochs + 1) * hat * lower + (args.epochs + 3) * held_out
+        + 4 * sum(answers) * per_row,
         "answer": sum(math.ceil(count / 64) for count in answers) * args.max_new_tokens}
 
 

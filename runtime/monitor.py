@@ -5,7 +5,7 @@
 
 import time
 
-from batches import exact_match, mean_losses, row_losses
+from batches import mean_losses, row_losses
 from runtime import folder, metrics
 from upper import dpo_margins, pair_logps, upper_losses
 from utils import UserError
@@ -65,9 +65,11 @@ def held_out_metrics(run):
     for name in ("upper_heldout", "lower_heldout"):
         rows = getattr(run.levels, name)
         if rows is not None and name not in values:
-            values |= mean_losses(*row_losses(run.model, rows, label=name), name)
-    if run.levels.upper_heldout is not None and reference is None:
-        values["upper_exact"] = exact_match(run.model, run.levels.upper_heldout)
+            losses, lengths, *exact = row_losses(run.model, rows, label=name,
+                                                 greedy=name == "upper_heldout")
+            values |= mean_losses(losses, lengths, name)
+            if exact:
+                values["upper_exact"] = exact[0].double().mean().item()
     return values
 
 

@@ -9,7 +9,7 @@ from conftest import make_llama, make_rows, write_rows
 
 import batches
 import logprobs
-from batches import exact_match, mean_losses, row_losses
+from batches import mean_losses, row_losses
 from data import tokens
 from ranking import auroc, kept_by, print_label_table, ranking_metrics
 from utils import UserError, table
@@ -128,8 +128,8 @@ def test_token_groups_hold_every_row_once(monkeypatch, rows):
     assert list(batches.token_groups(tokens, [])) == []
 
 
-def test_eq_exact_match_is_greedy_generation(rows, models):
-    """The teacher-forced share against `generate`: answers that the model writes greedily, and the
+def test_eq_greedy_rows_are_those_that_generation_writes(rows, models):
+    """The teacher-forced answer against `generate`: answers that the model writes greedily, and the
     same with one token changed, at the start, in the middle or at the end."""
     import datasets
 
@@ -146,10 +146,10 @@ def test_eq_exact_match_is_greedy_generation(rows, models):
             answer[place] = (answer[place] + 7) % 290
         made.append({"input_ids": prompt[0].tolist() + answer,
                      "trained": [0] * prompt.shape[1] + [1] * len(answer)})
-    assert exact_match(packed, datasets.Dataset.from_list(made)) == 12 / 18
-    right = [row for number, row in enumerate(made) if number % 3]
-    assert exact_match(packed, datasets.Dataset.from_list(right)) == 1.0
-    assert exact_match(packed, datasets.Dataset.from_list(made[::3])) == 0.0
+    losses, lengths, exact = row_losses(packed, datasets.Dataset.from_list(made), greedy=True)
+    assert exact.tolist() == [int(number % 3 > 0) for number in range(18)]
+    without = row_losses(packed, datasets.Dataset.from_list(made))
+    assert torch.equal(losses, without[0]) and torch.equal(lengths, without[1])
 
 
 # --- tables and results ---------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT, copy_tree, listing, make_rows, read_rows, write_rows
 
-import batches
 import curate
 import logprobs
 import models
@@ -83,7 +82,6 @@ def test_the_work_is_what_the_run_does(here, folders, monkeypatch, held_out):
         return written(*args, **options)
 
     monkeypatch.setattr(logprobs, "packed_forward", counted)
-    monkeypatch.setattr(batches, "packed_forward", counted)
     for module in (curate, train_online):
         monkeypatch.setattr(module, "generate", decoded)
     monkeypatch.setattr(small, "print_minutes", lambda run: (plans.append(small.work_of(run)),
