@@ -42,6 +42,7 @@ TARGETS = {"demo": reproduce.demo, "table1": reproduce.losses_table,
 OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"),
        "rows": ("noise", "refine"), "first_seed": ("refine",),
+       "add": ("table1", "table3", "table3-dpo"),
        "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
 OF_RUNS = ("scale", "seeds", "workers", "train", "online", "select", "only")
@@ -64,6 +65,7 @@ def parse_args(argv=None):
     add("--online", help="arguments of train_online.py")
     add("--select", help="arguments of `python -m baselines`")
     add("--only", help="only these methods or questions, separated by '; '")
+    add("--add", action="store_true", help="table1, table3: keep the stored table's other methods")
     add("--workers", type=int, help="runs at a time (default: the number of cores; paper: 1)")
     add("--list", action="store_true", help="print the commands, run nothing")
     add("--qa", help="qa: arguments of `eval.py qa`, such as '--tasks piqa --limit 100'")
@@ -99,7 +101,7 @@ def parse_args(argv=None):
         *["python", "-m", "paper"], args.target,
         *(word for name in ("scale", "seeds") if name not in unread
           for word in (f"--{name}", str(getattr(args, name)))),
-        *(word for name in given if name not in ("scale", "seeds", "workers")
+        *(word for name in given if name not in ("scale", "seeds", "workers", "add")
           for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))),
         *(["--name", args.name] if args.name != args.scale else [])])
     return args

@@ -134,8 +134,10 @@ def rendered(result, words, place):
 
 
 def made_by(result):
+    before = "".join(f"; {', '.join(piece['methods'])}: {piece['date']}, commit {piece['commit']}, "
+                     f"{piece['hardware']}" for piece in result.get("pieces", ()))
     return (f"`{result['command']}`, {result['date']}, commit {result['commit']}, "
-            f"{result['hardware']}, torch {result['torch']}.")
+            f"{result['hardware']}, torch {result['torch']}{before}.")
 
 
 def columns_of(result, keys, place):

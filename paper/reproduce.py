@@ -14,7 +14,7 @@ from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 from paper.figures import line_figure
 from paper.plans import METHODS, SAFETY, chosen, execute, setting, words_of
-from paper.results import LOSSES, LOWER, RANKS, UPPER, store
+from paper.results import LOSSES, LOWER, RANKS, UPPER, added, store, stored_before
 from paper.running import run_all, slug
 from paper.statistics import (
     claims_of,
@@ -93,11 +93,14 @@ def losses_table(args):
     """Table 1 or 3: every method over the seeds, the published figures beside, each claim."""
     folder, target = Path("runs") / args.name, args.target
     wanted = chosen(args, SAFETY_METHODS if target in SAFETY else METHODS)
+    before = stored_before(args)
     files = execute(args, {name: METHODS[name] for name in wanted},
                     folder / target if target in SAFETY else folder, scale=setting(args, target))
     if args.list:
         return
-    results = with_base(results_of(files))
+    results, pieces = with_base(results_of(files)), []
+    if before:
+        results, pieces = added(args, before, results, list(METHODS))
     bad_rows = ({"weight/auroc/contrary": "AUROC contrary"} if args.scale == "toy" else
                 {"weight/auroc": "AUROC of bad rows"})  # plain faults of the toy are easy
     columns, names = measured(LOSSES | bad_rows, results), PUBLISHED_NAMES[target]
@@ -115,7 +118,8 @@ def losses_table(args):
         print_claims(claims, "loss")
     if args.scale == "toy" and target == "table1":
         print_ranks(results)
-    store(args, results, columns, published=published, claims=claims, orders=orders)
+    store(args, results, columns, published=published, claims=claims, orders=orders,
+          **({"pieces": pieces} if pieces else {}))
 
 
 def print_ranks(results):

@@ -1,9 +1,11 @@
 """Stored results: results/NAME.json holds every seed's metrics and what they were made by."""
 
 import datetime
+import itertools
 import json
 import os
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -52,10 +54,57 @@ def save_results(path, command, results, hardware=None, **more):
         "results": results}, indent=1) + "\n")
 
 
+def stored_name(args):
+    return f"{args.name}_{args.target.replace('-', '_')}"
+
+
 def store(args, results, columns, **more):
     """Save results/NAME_TARGET.json; columns {key: heading} are those of the table printed."""
-    save_results(Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json",
-                 args.command, results, columns=columns, **more)
+    save_results(Path("results") / f"{stored_name(args)}.json", args.command, results,
+                 columns=columns, **more)
+
+
+def around_only(command):
+    """The words of a command (before, after) its --only and the value."""
+    words = shlex.split(command)
+    at = words.index("--only") if "--only" in words else len(words)
+    return words[:at], words[at + 2:]
+
+
+def stored_before(args):
+    """results/NAME_TARGET.json, to which --add adds, or None where there is none yet.
+
+    `UserError` for a file made by other words than args.command, --only and its value aside.
+    """
+    path = Path("results") / f"{stored_name(args)}.json"
+    if not args.add or not path.exists():
+        return None
+    before = read_stored(stored_name(args), "--add")
+    here, there = (list(itertools.chain(*around_only(command)))
+                   for command in (args.command, before["command"]))
+    if here != there:
+        raise UserError(f"{path} was made by {before['command']}: nothing but --only may differ; "
+                        "give another --name, or leave out --add")
+    return before
+
+
+def added(args, before, results, order):
+    """The results and the methods that `stored_before` has besides, sorted as `order`.
+
+    args.command then names all of them. Also returns what made the others, one entry a command:
+    [{methods, date, commit, hardware}].
+    """
+    pieces = before.get("pieces", [])
+    known = {name for piece in pieces for name in piece["methods"]}
+    pieces = [*pieces, {"methods": [name for name in before["results"] if name not in known],
+                        **{key: before[key] for key in ("date", "commit", "hardware")}}]
+    pieces = [piece | {"methods": [name for name in piece["methods"] if name not in results]}
+              for piece in pieces]
+    results = before["results"] | results
+    names = sorted(results, key=lambda name: order.index(name) if name in order else -1)
+    start, end = around_only(args.command)
+    args.command = shlex.join([*start, "--only", "; ".join(n for n in names if n in order), *end])
+    return {name: results[name] for name in names}, [p for p in pieces if p["methods"]]
 
 
 def read_stored(name, reader):

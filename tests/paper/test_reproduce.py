@@ -1,11 +1,12 @@
 """The tables: one row of each on a tiny budget."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import make_rows, read_rows, write_rows
 
-from paper import reproduce
+from paper import reproduce, statistics
 from paper.__main__ import main
 from paper.running import slug
 from toy import corpus
@@ -86,6 +87,43 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
     log = here / "runs/small/bds/seed-0.log"
     log.write_text(logs[log].split("\n", 1)[1])  # of a version that did not write the command
     main(other)
+
+
+def test_a_table_is_made_in_pieces(here, monkeypatch, capfd, refused):
+    """Other methods of the same setting stay, what made each is said; a made one is made anew."""
+    monkeypatch.setattr(reproduce, "execute", lambda args, methods, *_, **__: {
+        name: [Path(name) / str(seed) / "result.json" for seed in range(args.seeds)]
+        for name in methods})
+    monkeypatch.setattr(statistics, "read_result", lambda folder: {
+        "upper_heldout": level[0] + int(folder.name), "base/upper_heldout": 9.0})
+    words, level = ["table1", "--scale", "small", "--seeds", "2", "--name", "own"], [1.0]
+    main([*words, "--only", "online R=10% G=1", "--add"])  # nothing is there yet
+    first = json.loads((here / "results/own_table1.json").read_text())
+    assert "pieces" not in first and "--add" not in first["command"]
+    (here / "results/own_table1.json").write_text(json.dumps(first | {"commit": "first"}))
+    level[0] = 2.0
+    main([*words, "--only", "DSIR; BDS", "--add"])
+    assert "online is better than offline" in capfd.readouterr().out
+    second = json.loads((here / "results/own_table1.json").read_text())
+    assert list(second["results"]) == ["base model", "DSIR", "BDS", "online R=10% G=1"]
+    assert [run["upper_heldout"] for run in second["results"]["BDS"]] == [2.0, 3.0]
+    assert second["results"]["online R=10% G=1"] == first["results"]["online R=10% G=1"]
+    assert "--only 'DSIR; BDS; online R=10% G=1'" in second["command"]
+    assert [(piece["methods"], piece["commit"]) for piece in second["pieces"]] == [
+        (["online R=10% G=1"], "first")]
+    (here / "results/own_table1.json").write_text(json.dumps(second | {"commit": "second"}))
+    level[0] = 3.0
+    main([*words, "--only", "online R=10% G=1; BDS", "--add"])
+    third = json.loads((here / "results/own_table1.json").read_text())
+    assert [(piece["methods"], piece["commit"]) for piece in third["pieces"]] == [
+        (["DSIR"], "second")]
+    assert third["results"]["online R=10% G=1"][0]["upper_heldout"] == 3.0
+    (here / "README.md").write_text("<!-- begin own_table1 -->\n<!-- end own_table1 -->\n")
+    main(["readme"])
+    assert "DSIR: " in (page := (here / "README.md").read_text()) and "commit second" in page
+    monkeypatch.setattr(reproduce, "execute", None)  # refused before anything runs
+    line = refused(lambda: main([*words, "--train", "--lr 5", "--only", "BDS", "--add"]))
+    assert "own_table1.json was made by" in line and "another --name" in line
 
 
 @pytest.mark.parametrize("target", ["table3", "table3-dpo"])
