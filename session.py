@@ -141,13 +141,17 @@ def memory_and_disk(args, config, longest, num_rows):
         whole = sum(m.weight.numel() for m in (
             model.get_input_embeddings(), model.get_output_embeddings()))
         base = whole + (base - whole) / processes.world_size()
-    layers = config.get_text_config().num_hidden_layers
-    hidden = config.get_text_config().hidden_size
-    # About 34 d bytes a token and layer at two bytes a number; one layer's worth with checkpoints.
-    live = (2 * layers + 34) if args.gradient_checkpointing else 34 * layers
-    activations = tokens * hidden * live * max(width, 2) / 2
+    shape, number = config.get_text_config(), max(width, 2)  # bytes
+    layers, hidden = shape.num_hidden_layers, shape.hidden_size
+    # What backward keeps of a token: of every wide product the output and an activation, and about
+    # 23 + 3.5 a byte of the rest. With checkpoints: each layer's input, and one layer's worth.
+    wide = sum(m.out_features for m in linear
+               if m.out_features == getattr(shape, "intermediate_size", None))
+    live = 2 * number * wide + layers * hidden * (23 + 3.5 * number)
+    if args.gradient_checkpointing:
+        live = layers * hidden * number + live / layers
     return SimpleNamespace(
-        memory=base * width + adapter * 16 + activations + 12 * num_rows,
+        memory=base * width + adapter * 16 + tokens * live + 12 * num_rows,
         disk=(args.epochs + 6) * 4 * num_rows + 3 * adapter * 12 + num_rows * 200,
         parts=f"base {base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M "
               f"x 16, activations of at most {tokens} tokens", base=base)

@@ -15,10 +15,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, copy_tree, flags, listing, make_rows, read_rows, write_rows
+from conftest import (
+    ROOT,
+    copy_tree,
+    flags,
+    listing,
+    make_llama,
+    make_neox,
+    make_rows,
+    read_rows,
+    write_rows,
+)
 from safetensors.torch import load_file
 
 import batches
+import logprobs
+import models
 import options
 import ranking
 import session
@@ -794,6 +806,37 @@ def test_dry_run_writes_nothing_and_prints_the_plan(train, files, tmp_path, fold
     assert "3 forwards a step" in run.text
     assert re.search(r"^memory: about [\d.]+ GiB", run.text, re.M)
     assert re.search(r"^disk: about \d+ MiB", run.text, re.M)
+
+
+@pytest.mark.parametrize("made", [make_llama, make_neox])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_memory_estimate_is_what_backward_keeps(made, dtype):
+    """Of a step's activations, within a quarter, against the tensors that autograd saves."""
+    base = made(hidden_size=128, intermediate_size=448, num_hidden_layers=4).to(
+        getattr(torch, dtype))
+    base.set_attn_implementation(logprobs.ATTENTION)
+    model, saved = models.add_lora(base, 2, 2), {}
+    known = {p.untyped_storage().data_ptr() for p in chain(model.parameters(), model.buffers())}
+    rows = [{"input_ids": list(range(5, 55)), "trained": [0] * 40 + [1] * 10}] * 4
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes(), storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs.sequence_logprobs(model, batches.pack(rows))
+    args = train_offline.parse_args(["--micro-batch", "2", "--dtype", dtype, "--lora-rank", "2",
+                                     "--lower", "a", "--upper", "b", "--model", "c"])
+
+    def activations():
+        needs, none = (session.memory_and_disk(args, base.config, size, 0) for size in (50, 0))
+        return needs.memory - none.memory
+
+    assert (whole := activations()) == pytest.approx(sum(n for n, _ in saved.values()), rel=0.25)
+    args.gradient_checkpointing = True
+    assert activations() < whole / 2
 
 
 def test_a_rate_at_which_the_order_of_reading_decides_is_named(train, files):
