@@ -161,9 +161,9 @@ def token_groups(rows, indices, label=None):
 
 
 def own_groups(model, rows, indices, label=None):
-    """This process's share of the rows at `indices`: (their places in `indices`, packed batch).
+    """This process's share of the rows at `indices`: (their places in `indices`, list of rows).
 
-    Every world_size()-th row. A sharded model also gets batches that count for nothing (no places),
+    Every world_size()-th row. A sharded model also gets rows that count for nothing (no places),
     while other processes have more.
     """
     indices = indices[rank()::world_size()]
@@ -171,7 +171,7 @@ def own_groups(model, rows, indices, label=None):
     for group in in_step(groups, is_sharded(model)):
         count = len(group or ())
         places = (start + torch.arange(count)) * world_size() + rank()
-        yield places, pack(group or [SPARE_ROW], model.device)
+        yield places, group or [SPARE_ROW]
         start += count
 
 
@@ -189,8 +189,8 @@ def row_losses(model, rows, indices=None, label=None, greedy=False):
     losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
                          else torch.float32)
     counted = torch.zeros(2 if greedy else 1, len(indices), dtype=torch.int64)
-    for places, batch in own_groups(model, rows, indices, label):
-        logps, *counts = sequence_logprobs(model, batch, greedy=greedy)
+    for places, group in own_groups(model, rows, indices, label):
+        logps, *counts = sequence_logprobs(model, pack(group, model.device), greedy=greedy)
         losses[places] = (-logps / counts[0]).cpu()[:len(places)]
         counted[:, places] = torch.stack(counts).cpu()[:, :len(places)]
     return all_sum(losses), *all_sum(counted)

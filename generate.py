@@ -1,10 +1,11 @@
 """Answers from the current model: batched sampling, every draw seeded (Algorithm 1, line 6).
 
 Token t of a sequence is the inverse of the cumulative distribution softmax(logits / temperature)
-at a uniform number u_t of that sequence alone. So an answer depends on its seed, not on
-which other prompts share its batch or on how far a global generator has moved; no top-k, no top-p,
-and nothing of the model's own `generation_config` (its default is top-k 50) leaks in. The loop, the
-cache and the stopping are transformers' `generate`.
+at a uniform number u_t of that sequence alone. So an answer depends on its seed, not on how far a
+global generator has moved; no top-k, no top-p, and nothing of the model's own `generation_config`
+(its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
+seldom in float32, but in bf16 often enough to write another. The loop, the cache and the stopping
+are transformers' `generate`.
 
 What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
 batch, and on CUDA batches are as large as memory allows and the decoding step is compiled over a
@@ -47,10 +48,11 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
              label=None, static_cache=None):
     """One answer for each prompt.
 
-    prompts: lists of token ids. seeds: one string each; equal seed, prompt and model give the same
-    answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size: answers at a
-    time; None is 64 on the CPU and on CUDA what fits into the free memory. label: a progress
-    bar's. static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None decides.
+    prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
+    the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
+    answers at a time; None is 64 on the CPU and on CUDA what fits into the free memory. label: a
+    progress bar's. static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None
+    decides.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """

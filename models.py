@@ -92,8 +92,13 @@ def without_weights(config):
 
 
 def context_length(config):
-    """Tokens that a model reads at once; 2**31 where its configuration names no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+    """Tokens of the longest row, within any sliding window; 2**31 where no limit is named."""
+    text = config.get_text_config()
+    slides = getattr(text, "use_sliding_window", True) and "sliding_attention" in (
+        getattr(text, "layer_types", None) or ["sliding_attention"])
+    limits = (getattr(text, "max_position_embeddings", None),
+              slides and getattr(text, "sliding_window", None))
+    return min(limit or 2**31 for limit in limits)
 
 
 def _read_model(name, device, dtype, four_bit):

@@ -9,19 +9,10 @@ import math
 import re
 
 import detect
-from batches import (
-    SPARE_ROW,
-    answer_row,
-    pack,
-    row_losses,
-    take,
-    token_groups,
-    tokens_only,
-)
+from batches import answer_row, own_groups, pack, row_losses, take, tokens_only
 from data.tokens import empty_prompt, special_tokens
 from logprobs import token_logps
-from models import is_sharded
-from runtime.processes import all_sum, in_step, rank, world_size
+from runtime.processes import all_sum, rank
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split
@@ -249,22 +240,17 @@ def row_evidence(model, rows, ends, blank, label=None):
     trained tokens. The rows are shared by all processes; each returns all of them.
     """
     found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
-    mine, place = range(rank(), len(rows), world_size()), rank()
-    groups = token_groups(tokens_only(rows), mine, label)
-    for group in in_step(groups, is_sharded(model)):
-        turns = last_turns(model, group or [SPARE_ROW], ends)
+    for places, group in own_groups(model, rows, range(len(rows)), label):
+        turns = last_turns(model, group, ends)
         # An empty answer, an end token alone, still needs a token to be a row.
         behind = last_turns(model, [answer_row(blank, answer or prompt[:1])
                                     for prompt, answer, *_ in turns], ())
-        for (prompt, answer, c, end, loss), (_, _, u, _, _) in zip(turns, behind, strict=True):
-            if group is None:
-                break
-            u = u[:len(c)]
+        for place, (prompt, answer, c, end, loss), (_, _, u, _, _) in zip(
+                places.tolist(), turns, behind, strict=False):  # a spare group has no place
             found[place] = torch.tensor([
-                detect.end(end), detect.relevance(c, u), detect.fluency(c), detect.slip(c),
-                detect.repetition(answer), *detect.copied(answer, prompt), len(answer), loss],
-                dtype=torch.float64)
-            place += world_size()
+                detect.end(end), detect.relevance(c, u[:len(c)]), detect.fluency(c),
+                detect.slip(c), detect.repetition(answer), *detect.copied(answer, prompt),
+                len(answer), loss], dtype=torch.float64)
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 

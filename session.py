@@ -269,7 +269,7 @@ def remembered(run, model, rows, ends, blank, label):
                "ends": sorted(ends), "blank": blank, "kernel": logprobs.KERNEL,
                "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
                "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
-                        for module in (ranking, ranking.detect)]}
+                        for module in (ranking, ranking.detect, batches, logprobs, models)]}
     return cached_columns(run.args.cache_dir, decides, ranking.EVIDENCE, len(rows), lambda: (
         ranking.row_evidence(model, rows, ends, blank, label=label)))
 
@@ -365,8 +365,8 @@ def see_guidance(run, losses, lengths):
         before, _ = row_losses(run.model, held_out, label="held-out losses before")
     run.tests.update(ranking.with_guidance(
         run.tests, (gap(losses, run.base_losses), lengths), (gap(after, before), held_lengths)))
-    look = processes.on_first(lambda: json.loads((run.out / "tests.json").read_text()))
-    write_look(run, run.tests, look["notes"])
+    look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
+    write_look(run, run.tests, look["notes"] if look else [])
     print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 
 

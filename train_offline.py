@@ -62,6 +62,9 @@ def parse_args(argv=None):
     args = options.parse(parser, argv)
     if args.method == "mix" and not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
+    if args.method != "mix" and args.rho != parser.get_default("rho"):
+        raise UserError(f"--rho {args.rho}: of --method mix; the rho of bds is --rho-start and "
+                        "--rho-step")
     if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
         raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
                         "sft; rho's schedule counts epochs")

@@ -85,8 +85,8 @@ def parse_args(argv=None):
     add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
-    add("--generation-batch", type=int, help="answers at a time, which changes none of them (64, "
-        "safety 16; default: by free memory on CUDA, 64 on the CPU)")
+    add("--generation-batch", type=int, help="answers at a time; in bf16 another number writes "
+        "others (64, safety 16; default: by free memory on CUDA, 64 on the CPU)")
     options.add_arguments(parser)
     parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
     args = options.parse(parser, argv, PRESETS)

@@ -94,7 +94,7 @@ def each_jsonl(path):
                     yield row
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number}: not valid JSON ({error})") from None
 
 

@@ -21,6 +21,7 @@ where --upper names some.
     length-matched  random, of every length as many as another ranking keeps        scores.py
 
 Each file lists where it deviates from its source. Common to all: the upper rows that training would
-hold out are held out here, by the same flags and seed. Of preference pairs (`--upper-loss dpo`, as
+hold out are held out here, by the same flags, model and seed: without --model no row is too long,
+and a file that holds such rows is split otherwise. Of preference pairs (`--upper-loss dpo`, as
 in training) DSIR and LESS see the chosen responses.
 """

@@ -152,7 +152,7 @@ def score_rows(args, levels):
             raise UserError("labels: the lower rows have no column `bad`")
         return scores.label_scores(lower, args.seed), {}
     if args.method == "length-matched":
-        kept = ~ranking.rows_not_kept(lower, args.like)
+        kept = torch.tensor([verdict is True for verdict in ranking.kept_by(lower, args.like)])
         args.keep_fraction = kept.double().mean().item()
         return scores.length_matched_scores(scores.length_scores(lower), kept, args.seed), {}
     if args.method == "dsir":

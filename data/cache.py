@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from utils import UserError, write_atomic
+from utils import UserError, sync, write_atomic
 
 
 def file_hash(path):
@@ -39,14 +39,14 @@ def open_or_make(folder, build):
             report = build(partial / "rows.arrow")
             write_atomic(partial / "report.json", json.dumps(
                 report | {"checksum": checksum(partial / "rows.arrow", report)}))
-            to_disk(partial / "rows.arrow", partial)
+            sync(partial / "rows.arrow")
             try:
                 os.rename(partial, folder)
             except OSError:  # another process was faster, with the same rows, or it is damaged
                 if open_rows(folder) is None:
                     shutil.rmtree(folder, ignore_errors=True)
                     os.rename(partial, folder)
-            to_disk(folder.parent)
+            sync(folder.parent)
         except OSError:
             if open_rows(folder) is None:
                 raise
@@ -77,13 +77,6 @@ def checksum(path, report):
         while part := file.read(2**20):
             value = zlib.crc32(part, value)
     return value
-
-
-def to_disk(*paths):
-    """Wait until files, and the names in folders, are on the disk."""
-    for path in paths:
-        with open_handle(path) as handle:
-            os.fsync(handle)
 
 
 @contextlib.contextmanager

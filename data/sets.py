@@ -55,6 +55,10 @@ def load_levels(args, tokenizer, context_length):
 
 def toy_sources(args):
     """The embedded toy's four files, written into the cache; pairs as its upper level under DPO."""
+    for name in ("upper_heldout", "lower_heldout"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}: the embedded toy has its own held-out "
+                            "rows; name --lower, --upper and --model, too")
     upper = "pairs" if args.upper_loss == "dpo" else "right"
     paths = corpus.write(Path(args.cache_dir) / "toy" / f"{args.seed}-{upper}", seed=args.seed,
                          upper=upper)

@@ -309,12 +309,11 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
-        if columns:
-            row = _rename(row, columns, place)
+        given, row = row, _rename(row, columns, place) if columns else row
         report["layout"] = report["layout"] or find_layout(row, place)
         source = row_messages(row, report["layout"], side, place)
         messages = clean_messages(source, end_markers)
-        if reason := why_unusable(messages, row):
+        if reason := why_unusable(messages, given):
             report["dropped"][reason].append(row_id)
             continue
         prompt = transcript(messages[:-1])
@@ -393,7 +392,7 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
 
 
 def show_example(row, tokenizer):
-    """The text of a row as the model sees it, the trained tokens between ⟦ and ⟧."""
+    """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
     text, start = "", 0
     ids, trained = row["input_ids"], row["trained"]
     for end in range(1, len(ids) + 1):
@@ -401,7 +400,7 @@ def show_example(row, tokenizer):
             run = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
             text += f"⟦{run}⟧" if trained[start] else run
             start = end
-    return text
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def empty_prompt(prompts):

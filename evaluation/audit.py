@@ -15,6 +15,7 @@ from pathlib import Path
 import utils
 from accept import upper_bound
 from data.layouts import clean_messages, find_layout, row_messages, transcript
+from data.tokens import ENDOFTEXT
 from evaluation.runs import (
     TEXT,
     WHOLE,
@@ -25,7 +26,7 @@ from evaluation.runs import (
     whole_texts,
 )
 from evaluation.texts import escaped_html, plain, printable
-from utils import UserError
+from utils import UserError, content_hash
 
 SHOWN = 1500  # characters of a text that are shown
 
@@ -66,7 +67,7 @@ def texts_of(rows, source, path):
 
     source: None for the ranking itself, as a curated.jsonl holds its texts.
     """
-    wanted, found = {row["row_id"] for row in rows}, {}
+    wanted, found = {row["row_id"]: row["hash"] for row in rows}, {}
     if source is None:
         for place, row in each_line(path):
             if row["row_id"] in wanted:
@@ -77,10 +78,13 @@ def texts_of(rows, source, path):
     for number, (place, row) in enumerate(each_line(source)):
         if number in wanted:
             check_entry(place, row, {})
-            messages = clean_messages(row_messages(row, find_layout(row, place), "chosen", place),
-                                      ())
-            found[number] = transcript(messages[:-1]), messages[-1]["content"]
-    if missing := wanted - set(found):
+            messages = row_messages(row, find_layout(row, place), "chosen", place)
+            *before, last = clean_messages(messages, (ENDOFTEXT,)) or [{"content": ""}]
+            found[number] = transcript(before), last["content"]
+            if content_hash(*found[number]) != wanted[number]:
+                raise UserError(f"{place}: another text than row_id {number} of {path}; is it the "
+                                "file that was ranked?")
+    if missing := wanted.keys() - found.keys():
         raise UserError(f"{source}: no row_id {min(missing)}, which {path} names; is it the file "
                         "that was ranked?")
     return found

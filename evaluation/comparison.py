@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 
 from evaluation.runs import read_result
@@ -97,7 +98,7 @@ def shared_name(runs):
     names = [run.name for run in runs]
     if len(names) == 1:
         return names[0]
-    prefix = os.path.commonprefix(names).removesuffix("seed-")  # noqa: RUF071
+    prefix = re.sub(r"seed-\d*$", "", os.path.commonprefix(names))  # noqa: RUF071
     return prefix.rstrip("/-_. ") or names[0]
 
 

@@ -4,7 +4,7 @@ from evaluation.comparison import final_metrics
 from evaluation.plots import over_epochs
 
 # What rows are ranked by. With known labels: NAME/auroc, NAME/precision, NAME/recall/KIND.
-RANKINGS = ("weight", "final", "base", "length")
+RANKINGS = ("weight", "corrected", "tests", "final", "base", "length")
 FIRST_BATCH = "on the first upper batch, before any update"
 
 

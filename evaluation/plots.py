@@ -166,11 +166,11 @@ def weight_figures(run):
     quantiles = {q: [w.quantile(q).item() if len(w) < 1e7 else None for w in epochs.values()]
                  for q in (0.99, 0.9, 0.5, 0.1, 0.01)}
     figures = [
-        draw("Weight histogram", "Share of the lower rows by weight (mean one). All start at one.",
+        draw("Weight histogram", "Share of the lower rows by weight (mean one).",
              [(f"epoch {k}", *histogram(scaled(epochs[k]), edges)) for k in picked],
              axis, "share of rows"),
         draw("Weights over the epochs", "Quantiles of the weights.",
-             [(f"{q:.0%}", [0, *epochs], [1.0, *values]) for q, values in quantiles.items()],
+             [(f"{q:.0%}", list(epochs), values) for q, values in quantiles.items()],
              "epoch", "weight", whole=True)]
     if run.labelled and "bad" in run.rows[0]:
         last = scaled(epochs[picked[-1]].clamp_min(1e-4))

@@ -160,7 +160,7 @@ def read_config(folder):
         raise UserError(f"{folder}: no config.json; not a run folder of train_offline.py or "
                         "train_online.py")
     try:
-        config = json_value("the file", read_text(path))
+        config = json_value("the file", read_text(path), nan=True)  # --clip inf
         check_entry("the file", config, {})
         for part in ("args", "environment", "data"):
             check_entry(f"{part!r}", config.setdefault(part, {}), {})

@@ -18,7 +18,6 @@ what has to be trained:
 import collections
 import json
 import random
-import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +37,7 @@ from batches import row_losses
 from data import sets
 from data.tokens import load_rows
 from paper import faults
+from paper.plans import words_of
 from paper.results import save_results
 from paper.running import slug
 from runtime import processes
@@ -244,7 +244,7 @@ def noise_table(args):
                         "trusted.jsonl]'")
     folder = Path("runs") / f"noise_{args.name}"
     stored = Path("results") / f"{folder.name}.json"
-    given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
+    given = parse_baseline(["tests", *words_of(args.data), "--out", str(folder / "unused")])
     plan = {(name, share): kinds for name, kinds in (
         MIXED | {kind: (kind,) for kind in faults.KINDS}).items() for share in SHARES}
     if args.list:

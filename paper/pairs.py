@@ -8,7 +8,6 @@ pairs whose worse answer has the worse score, ties one half, with the 95 % inter
 anew. The row tests see all answers as one file, half of them bad.
 """
 
-import shlex
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import ranking
 from baselines.__main__ import parse_args as parse_baseline
 from data import sources
 from paper import noise
+from paper.plans import words_of
 from paper.results import save_results
 from utils import UserError, table
 
@@ -26,7 +26,7 @@ def pairs_table(args):
     if not args.data:
         raise UserError("pairs: name the rows: --data '--model MODEL --lower pairs.jsonl'")
     folder = Path("runs") / f"pairs_{args.name}"
-    given = parse_baseline(["tests", *shlex.split(args.data), "--out", str(folder / "unused")])
+    given = parse_baseline(["tests", *words_of(args.data), "--out", str(folder / "unused")])
     if given.lower is None or given.model is None:
         raise UserError("pairs: --data must name --model and --lower")
     noise.check_maker(folder / "command.json", args.command)

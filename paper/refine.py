@@ -260,8 +260,8 @@ def tempered_loss(folder):
     model, tokenizer, run = load_trained(folder, "cpu")
     levels = sets.load_levels(run.args, tokenizer, models.context_length(model.config))
     causal_lm, sums = models.bare(model), []
-    for _, batch in batches.own_groups(model, levels.upper_heldout, range(
-            len(levels.upper_heldout))):
+    for group in batches.token_groups(levels.upper_heldout, range(len(levels.upper_heldout))):
+        batch = batches.pack(group)
         where = batch["response_mask"].nonzero().squeeze(1)
         owner = torch.searchsorted(batch["cu_seqlens"].long()[1:], where, right=True)
         hidden, count = packed_forward(causal_lm.base_model, batch)[where], torch.bincount(owner)

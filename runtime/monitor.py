@@ -21,9 +21,9 @@ def check_finite(run, grad_norm, losses, positions):
     if not torch.isfinite(grad_norm):
         bad = [run.levels.lower[int(p)]["row_id"] for p, ok in
                zip(positions, torch.isfinite(losses).tolist(), strict=True) if not ok]
-        raise UserError(f"step {run.step}: the loss or its gradient is not finite (lower row_ids "
-                        f"{bad}); lower --lr or remove these rows, then --resume from the last "
-                        f"checkpoint in {run.out}")
+        raise UserError(f"step {run.step}: the loss or its gradient is not finite "
+                        + (f"(lower row_ids {bad})" if bad else "(no lower row's own loss)")
+                        + "; lower --lr or remove the rows, and start again in another --out")
 
 
 def end_step(run, values, started, state=None):

@@ -856,6 +856,20 @@ def test_a_rate_at_which_the_order_of_reading_decides_is_named(train, files):
         assert warned(**given) == []
 
 
+@pytest.mark.parametrize("limits, expected", [
+    ({"sliding_window": 16}, 16), ({"sliding_window": 500}, 128), ({"sliding_window": None}, 128),
+    ({"sliding_window": 16, "layer_types": ["full_attention"] * 2}, 128),
+    ({"sliding_window": 16, "use_sliding_window": False}, 128)])
+def test_a_sliding_window_is_the_longest_row(limits, expected):
+    """It is refused in the plan: packed rows see all of their own tokens."""
+    from transformers import MistralConfig
+
+    config = MistralConfig(num_hidden_layers=2, max_position_embeddings=128)
+    for name, value in limits.items():
+        setattr(config, name, value)
+    assert models.context_length(config) == expected
+
+
 def test_dry_run_needs_no_weights(train, files, folders, tmp_path):
     """The plan is made before the weights are read, let alone downloaded."""
     folder = tmp_path / "no weights"
@@ -871,6 +885,9 @@ def test_dry_run_needs_no_weights(train, files, folders, tmp_path):
 def test_the_embedded_toy_runs_without_arguments(capsys, tmp_path):
     train_offline.main(flags(out=tmp_path / "run", cache_dir=tmp_path / "cache", dry_run=True))
     assert "lower: 2400 rows" in capsys.readouterr().out
+    with pytest.raises(utils.UserError, match="--upper-heldout: the embedded toy has its own"):
+        train_offline.main(flags(out=tmp_path / "run", cache_dir=tmp_path / "cache", dry_run=True,
+                                 upper_heldout="gone.jsonl"))
 
 
 def test_the_toy_is_the_same_data_every_time(folders, tmp_path):

@@ -84,6 +84,15 @@ def test_joined_labels_and_length_matched(rank, faulty_labels):
         assert one == other
 
 
+def test_length_matched_counts_the_rows_that_a_ranking_lists(rank, faulty_labels, tmp_path):
+    """6 of 12 listed rows are kept: 6 of all 40, and 28 that the ranking does not name are not."""
+    made = rank("length", faulty_labels, model=None, out="length")
+    some = write_rows(tmp_path / "some.jsonl", [
+        row | {"kept": n < 6} for n, row in enumerate(made.ranked[:12])])
+    matched = rank("length-matched", faulty_labels, model=None, out="matched", like=some)
+    assert matched.result["kept"] == 6
+
+
 @pytest.fixture
 def faulty_labels(files, tmp_path):
     """40 rows, of which four repeat themselves and are labelled bad; half have long answers."""

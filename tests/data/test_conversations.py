@@ -64,6 +64,13 @@ def test_rows_that_lost_something_are_dropped_by_name(load, row, reason, turns):
         load([row])
 
 
+def test_renamed_columns_do_not_hide_an_image(load):
+    row = {"q": "what is it?", "a": "a cat"}
+    rows, report = load([row, row | {"image": "x.png"}, row],
+                        columns={"prompt": "q", "response": "a"})
+    assert report["dropped"] == {"image_or_other_part": [1]} and list(rows["row_id"]) == [0, 2]
+
+
 def test_what_lies_behind_the_last_answer_or_is_empty_loses_nothing(load):
     rows, report = load([
         {"messages": [ASK, ANSWER, asked(IMAGE)]},

@@ -5,12 +5,13 @@ import json
 import math
 
 import pytest
-from conftest import write_rows
+from conftest import read_rows, write_rows
 from fabricated import HOSTILE
 
 import eval as front
 from accept import upper_bound
 from evaluation import audit
+from utils import content_hash
 
 
 @pytest.mark.parametrize("count, total, low, high", [
@@ -44,8 +45,9 @@ def files(tmp_path):
         {"prompt": f"question {n}", "response": HOSTILE if n == 45 else f"answer {n}"}
         for n in range(50)])
     ranking = write_rows(tmp_path / "ranking.jsonl", [
-        {"row_id": n, "hash": str(n), "rank": n + 1, "kept": n < 30,
-         "reason": "end" if n >= 40 else None} for n in range(50)])
+        {"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
+         "kept": n < 30, "reason": "end" if n >= 40 else None}
+        for n, row in enumerate(read_rows(rows))])
     return ranking, rows
 
 
@@ -96,7 +98,10 @@ def test_kept_stands_in_for_a_reason_and_texts_may_be_in_the_ranking(tmp_path):
 
 def test_bad_input(files, refused, tmp_path, monkeypatch):
     ranking, rows = files
-    short = write_rows(tmp_path / "short.jsonl", [{"prompt": "a", "response": "b"}])
+    short = write_rows(tmp_path / "short.jsonl", read_rows(rows)[:30])
+    other = write_rows(tmp_path / "other.jsonl", read_rows(rows)[1:] * 2)
+    mute = write_rows(tmp_path / "mute.jsonl", [{"messages": [
+        {"role": "user", "content": "a"}]}] * 50)
     few = write_rows(tmp_path / "few.jsonl", [{"row_id": 44, "verdict": "y"}])
     odd = write_rows(tmp_path / "odd.jsonl", [{"row_id": 44, "verdict": "maybe"}])
     clean = write_rows(tmp_path / "clean.jsonl", [
@@ -104,6 +109,8 @@ def test_bad_input(files, refused, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     for words, what in (
             ([ranking], "holds no texts"), ([ranking, "--rows", short], "no row_id"),
+            ([ranking, "--rows", other], "other.jsonl line 1: another text than row_id 0"),
+            ([ranking, "--rows", mute], "mute.jsonl line 1: another text than row_id 0"),
             ([ranking, "--rows", rows, "--verdicts", few], "no verdict for row_id"),
             ([ranking, "--rows", rows, "--verdicts", odd], "must be y, n or s"),
             ([ranking, "--rows", rows, "--page", rows], "overwrite"),

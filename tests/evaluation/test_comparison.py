@@ -38,6 +38,12 @@ def test_compare_groups_seeds_by_hand(tmp_path, capfd):
     assert "sequence mean" in text and "token mean" in text
 
 
+def test_seeds_of_two_digits_and_no_clipping(tmp_path):
+    runs = [Run(fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, upper=(1, 0.1),
+                          args={"clip": math.inf})) for seed in (10, 11, 12)]
+    assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("bds", 3)]
+
+
 def test_bad_input_is_one_line(tmp_path, refused):
     good, other = fabricate(tmp_path / "good"), fabricate(
         tmp_path / "other", args={"upper_heldout": "elsewhere.jsonl"})
