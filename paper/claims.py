@@ -33,7 +33,7 @@ def safety(name, table):
 
 # (the claim, table, the method with the lower metric, than which, metric; None: rises by epoch).
 CLAIMS = (
-    ("BDS beats training on the noisy set", "table1", "BDS", "mixing rho=1", UPPER),
+    ("BDS beats plain fine-tuning", "table1", "BDS", "mixing rho=1", UPPER),
     ("BDS beats mixing, rho = 0.5", "table1", "BDS", "mixing rho=0.5", UPPER),
     ("... and mixing with BDS's rho", "table1", "BDS", "mixing, rho schedule", UPPER),
     ("BDS beats random rows", "table1", "BDS", "random", UPPER),
