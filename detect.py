@@ -366,6 +366,7 @@ def _reason(row):
 
 HASHES, ROWS_PER_BAND = 16, 4  # minhashes of a row, in bands of four
 SHINGLE = 5                    # words
+MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
 ALIKE = 0.8                    # share of equal minhashes from which two rows are the same
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
 TURN = re.compile(r"\n\W{0,9}(User|Human|Instruction|Q)\W{0,9}:|<\|(im_start|user|start_)|\[INST\]")
@@ -375,8 +376,8 @@ _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().man
 
 
 def plain_words(text):
-    """Words in lower case, without punctuation and spacing."""
-    return " ".join(re.findall(r"\w+", text.casefold()))
+    """Words in lower case, without spacing and marks at either end; "2 + 5" is not "2 * 5"."""
+    return " ".join(text.casefold().split()).strip(" .!?:;,\"'")
 
 
 def minhashes(text):
@@ -394,7 +395,8 @@ def minhashes(text):
 def text_reasons(rows):
     """"duplicate", "turn", "conflict" or None of each of an iterable of (prompt, answer); no model.
 
-    duplicate: a row that repeats an earlier one, word by word or nearly (`ALIKE`).
+    duplicate: a row that repeats an earlier one, word by word or nearly (`ALIKE`): as a whole, and
+    its question's last line with the answer, since one passage may have several questions.
     turn: another question (`TURN`) in an answer that is no dialogue from its first line on.
     conflict: one question, word by word, with different answers of which one is short enough
     (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
@@ -403,17 +405,21 @@ def text_reasons(rows):
     seen, first, answers, reasons = {}, array("q"), {}, []
     for place, (prompt, answer) in enumerate(rows):
         goes_on = TURN.search(answer) and not DIALOGUE.match(answer)
-        prompt, answer = plain_words(prompt), plain_words(answer)
+        last, prompt, answer = (plain_words(text) for text in (
+            prompt.strip().rpartition("\n")[2], prompt, answer))
         signature = minhashes(f"{prompt} \x1f {answer}").tolist()
+        end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
         bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
                  for band in range(0, HASHES, ROWS_PER_BAND)]
-        same = any(sum(map(operator.eq, first[other:other + HASHES], signature)) >= ALIKE * HASHES
-                   for other in {seen[band] for band in bands if band in seen})
+        same = any(all(sum(map(operator.eq, first[start:start + HASHES], part)) >= ALIKE * HASHES
+                       for start, part in ((other, signature), (other + HASHES, end)))
+                   for other in {other for band in bands for other in seen.get(band, ())})
         reasons.append("duplicate" if same else "turn" if goes_on else None)
         if not same:
             for band in bands:
-                seen.setdefault(band, len(first))
-            first.extend(signature)
+                if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
+                    known.append(len(first))
+            first.extend(signature + end)
         told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
         told.setdefault(zlib.crc32(answer.encode()), (place, len(answer.split())))
     for told in answers.values():

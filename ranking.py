@@ -357,7 +357,8 @@ def with_guidance(tests, own, held_out):
     found, null = (dict(zip(("guidance", "length"), (x.double() for x in values), strict=True))
                    for values in (own, held_out))
     score, flagged, _ = detect.judge(detect.surprises(found, null, names=["guidance"]), found)
-    new, tests = flagged & (tests["reason"] < 0), tests | {"guidance": found["guidance"]}
+    new = flagged & (tests["reason"] < 0) & (found["guidance"] > 0)  # made less likely
+    tests = tests | {"guidance": found["guidance"]}
     tests["reason"] = tests["reason"].where(~new, list(REASONS).index("guidance"))
     tests["surprise"], _ = flagged_last(torch.logaddexp(tests["surprise"].double(), score),
                                         tests["reason"] >= 0)

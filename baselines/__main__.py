@@ -120,7 +120,7 @@ def check_out(args):
     """Make --out's folder; `UserError` when it cannot be written or is one of the files read."""
     out = Path(args.out)
     utils.make_parent(out)
-    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout", "like"):
         source = getattr(args, name)
         if not source or not out.exists() or not Path(source.split("@")[0]).exists():
             continue

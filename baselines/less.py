@@ -189,11 +189,6 @@ def less_scores(model, theta, lower, upper, groups, files, work, dim, seed):
     return scores.max(dim=1).values
 
 
-def rows_fingerprint(rows):
-    """Changes with the content of the rows, their order or how they were tokenised."""
-    return utils.content_hash(*rows["hash"][:], *map(str, sets.row_lengths(rows).tolist()))
-
-
 def model_fingerprint(model):
     """Changes with the weights: some of every parameter."""
     return utils.content_hash(*(
@@ -225,8 +220,8 @@ def open_work(args, model, levels):
                 "lora_alpha", "project", "dtype", "four_bit")
     config = {"args": {name: getattr(args, name) for name in settings},
               "data": {"model": model_fingerprint(model),
-                       "lower rows": rows_fingerprint(levels.lower),
-                       "upper rows": rows_fingerprint(levels.upper)}}
+                       "lower rows": sets.rows_hash(levels.lower),
+                       "upper rows": sets.rows_hash(levels.upper)}}
     return folder.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
 
 

@@ -342,7 +342,10 @@ def _rename(row, columns, place):
         if theirs not in row:
             raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
-    return {label: row.get(label) for label in LABELS} | {
+    kept = list(LABELS)  # and, of the Alpaca layout, the column that may be missing
+    if "instruction" in columns and "input" in row and "input" not in columns.values():
+        kept.append("input")
+    return {label: row.get(label) for label in kept} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 
 

@@ -155,22 +155,25 @@ def write_page(path, rows, texts):
 
 def run_audit(args):
     """Draw, ask, print; with --page alone only the page is written."""
+    if args.count < 1:
+        raise UserError(f"--count {args.count}: must be 1 or more")
     source = Path(args.rows) if args.rows else None
     rows, num_flagged, num_rows = drawn_rows(args.ranking, args.count, args.seed)
     texts = {key: tuple(whole_texts({"p": p, "r": r}).values())
              for key, (p, r) in texts_of(rows, source, args.ranking).items()}
     inputs = [path for path in (args.ranking, args.rows, args.verdicts) if path]
     if args.page:
-        check_output(args.page, *inputs)
+        check_output(args.page, *inputs, Path(args.ranking).parent)
         write_page(args.page, rows, texts)
         print(f"page: {args.page}; verdicts go into a file, one line a row: "
               '{"row_id": 7, "verdict": "y"}, for --verdicts')
         if not args.verdicts:
             return
+    if args.out:
+        check_output(args.out, *inputs, Path(args.ranking).parent)
     verdicts = read_verdicts(args.verdicts, rows) if args.verdicts else ask(
         rows, texts, iter(sys.stdin.readline, ""))
     if args.out:
-        check_output(args.out, *inputs)
         utils.write_jsonl(args.out, [
             {"row_id": row["row_id"], "flagged": row["flagged"],
              "verdict": {True: "y", False: "n", None: "s"}[verdict]}

@@ -45,7 +45,9 @@ def rethreshold(source, fraction, out=None, by="weight"):
     if by != "weight":
         rows = rerank(rows, source, by)
     limit = round(fraction * len(rows))
-    if not any(row["rank"] <= limit for row in rows):
+    for number, row in enumerate(sorted(rows, key=lambda row: row["rank"]), 1):
+        row["rank"] = number  # a file that a person has cut may skip or repeat some
+    if not limit:
         raise UserError(f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept")
     utils.write_jsonl(out, [{"row_id": row["row_id"], "hash": row["hash"], "rank": row["rank"],
                              "kept": row["rank"] <= limit} for row in rows])

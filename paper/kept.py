@@ -36,6 +36,7 @@ import train_offline
 import utils
 from baselines import scores
 from data import sets
+from paper import noise
 from paper.plans import BDS, OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
@@ -69,8 +70,11 @@ def kept_table(args):
         names = chosen(args, (*RANKINGS, *OF_OMEGA, *AS_MANY, "good rows"))
     folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
     if not args.list:
+        maker = folder / "kept" / "share.json", f"--keep-fraction {args.keep_fraction}"
+        noise.check_maker(*maker)  # the commands of runs on kept rows do not name the share
         build_missing(words_of(setting(args)["data"]))
         print_runs(args, names, guided)
+        noise.write_maker(*maker)
     files_of = execute(args, {ALL: SFT} | ({"BDS": BDS} if guided else {}), folder,
                        also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}

@@ -83,6 +83,8 @@ def saved_rows(folder, name, rows, scorer):
     if not source.exists():
         utils.make_parent(source)
         utils.write_jsonl(source, rows)
+    elif utils.read_jsonl(source) != rows:
+        raise UserError(f"{source}: made of other rows than those of now; choose another --name")
     return load_rows(str(source), scorer.tokenizer, **scorer.options)[0]
 
 

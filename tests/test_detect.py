@@ -397,6 +397,18 @@ def test_duplicates_and_conflicts():
         "conflict", None, "duplicate", "duplicate", "conflict", None, None]
 
 
+def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
+    sums = [(f"What is {a} {sign} {b}?", str(value)) for a in range(2, 6) for b in range(2, 6)
+            for sign, value in (("+", a + b), ("-", a - b), ("*", a * b))]
+    assert detect.text_reasons(sums) == [None] * 48
+    names = [("Who made C?", "Ritchie"), ("Who made C++?", "Stroustrup"), ("And C#?", "Hejlsberg")]
+    assert detect.text_reasons(names) == [None] * 3
+    passage = " ".join(f"word{n}" for n in range(120))
+    asked = [(f"{passage}\nWhich word is number {n} of the passage?", f"word{n}") for n in range(6)]
+    assert detect.text_reasons(asked) == [None] * 6
+    assert detect.text_reasons([*asked, asked[4]])[6] == "duplicate"
+
+
 @pytest.mark.parametrize(("answer", "goes_on"), [
     ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
     ("It is Paris.\n### Instruction:\nName a river.", True), ("Paris\n\n**Q**: Why?", True),

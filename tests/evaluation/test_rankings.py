@@ -35,7 +35,8 @@ def test_keep_counts_what_is_kept_and_checks_ranks(tmp_path, capfd, refused):
         (1, 2, 3, 9, 10, 11, 12, 13))]
     write_rows(path, rows)
     front.main(["keep", str(path), "--keep-fraction", "0.9"])
-    assert "kept 3 of 8 rows" in capfd.readouterr().out
+    assert "kept 7 of 8 rows" in capfd.readouterr().out
+    assert [row["rank"] for row in read_rows(tmp_path / "kept.jsonl")] == [*range(1, 9)]
     for rank in ("2", None, True):
         write_rows(path, [*rows[:4], rows[4] | {"rank": rank}])
         line = refused(lambda: front.main(["keep", str(path), "--keep-fraction", "0.5"]))

@@ -114,7 +114,7 @@ def finished(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_table_of_finished_runs(finished, capsys):
+def test_the_table_of_finished_runs(finished, capfd, refused):
     main(["kept", "--seeds", "3", "--keep-fraction", "0.5"])
     stored = json.loads((finished / "results/toy_kept.json").read_text())
     assert set(stored["results"]) == {kept.ALL, *kept.RANKINGS}
@@ -123,7 +123,8 @@ def test_the_table_of_finished_runs(finished, capsys):
     assert (every["bad_share"], every["upper_heldout"]) == (0.25, 1.25)
     claims = {claim: seeds for claim, seeds, *_ in stored["claims"]}
     assert claims["joined is better than all rows"] == "3 of 3"
-    assert len(claims) == 10 and "held-out loss" in capsys.readouterr().out
+    assert len(claims) == 10 and "held-out loss" in capfd.readouterr().out
+    assert "--keep-fraction 0.5" in refused(lambda: main(["kept", "--seeds", "3"]))
 
 
 def test_minutes_are_printed_before_anything_runs(tmp_path, monkeypatch, capsys):

@@ -158,6 +158,8 @@ def test_pairs_of_answers(tiny, tmp_path, folders, refused):
         assert stored["results"]["a"]["loss"]["pairs"] == 12
         assert stored["results"]["all"]["tests"]["share"] == 1  # they repeat themselves
         assert stored["results"]["all"]["length"] == {"share": 0, "interval": [0, 0], "pairs": 24}
+    write_rows("pairs.jsonl", [row | {"chosen": "another one"} for row in rows])
+    assert "made of other rows" in refused(lambda: main(words))
     assert [pairs.shares_of(*two) for two in ((2, 1), (1, 1), (1, 2))] == [1, 0.5, 0]
     assert "name the rows" in refused(lambda: main(["pairs"]))
     other = write_rows("other.jsonl", [{"question": "a", "chosen": "b", "rejected": "c"}])
