@@ -349,7 +349,8 @@ def token_logps(model, batch, reference=False, kernel=None, greedy=False):
     """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
     Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
-    `response_mask`; with greedy also (n,) bool, whether no other token is likelier.
+    `response_mask`; with greedy also (n,) bool, whether no other token is likelier, for which the
+    n x V logits are held at once.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if causal_lm.config._attn_implementation != ATTENTION:

@@ -366,7 +366,12 @@ def see_guidance(run, losses, lengths):
     run.tests.update(ranking.with_guidance(
         run.tests, (gap(losses, run.base_losses), lengths), (gap(after, before), held_lengths)))
     look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
-    write_look(run, run.tests, look["notes"] if look else [])
+    notes = look["notes"] if look else []
+    if len(held_out) < ranking.detect.LEAST:
+        notes = list(dict.fromkeys([
+            *notes, f"{len(held_out)} held-out trusted rows are too few to say what training does "
+            f"to good answers; {ranking.detect.LEAST} or more do"]))
+    write_look(run, run.tests, notes)
     print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 
 

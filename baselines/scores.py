@@ -62,7 +62,7 @@ def joined_scores(losses, surprise):
 
 def rank_surprise(values):
     """-ln of the share of the rows at or above a value, (N,): comparable with a row's surprise."""
-    above = len(values) - torch.searchsorted(values.sort().values, values)
+    above = len(values) - torch.searchsorted(values.sort().values, values.contiguous())
     return -(above / len(values)).double().log()
 
 

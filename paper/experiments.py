@@ -24,7 +24,7 @@ from paper.plans import (
     words_of,
     write_toy_rows,
 )
-from paper.results import RANKS, UPPER, store
+from paper.results import RANKS, UPPER, store, without_flags
 from paper.running import run_all, seconds_of, slug
 from paper.statistics import (
     claims_of,
@@ -110,16 +110,6 @@ def ranking_scores(file):
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------
-
-def without_flags(words, *flags):
-    """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and word.split("=")[0] not in flags:
-            kept.append(word)
-        skip = not skip and word in flags
-    return kept
-
 
 def curated_table(args):
     """A fresh base on the raw set, a random k, the top k, the top k with the recommended rewrites.

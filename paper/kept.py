@@ -36,7 +36,6 @@ import train_offline
 import utils
 from baselines import scores
 from data import sets
-from paper import noise
 from paper.plans import BDS, OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
@@ -70,14 +69,12 @@ def kept_table(args):
         names = chosen(args, (*RANKINGS, *OF_OMEGA, *AS_MANY, "good rows"))
     folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
     if not args.list:
-        maker = folder / "kept" / "share.json", f"--keep-fraction {args.keep_fraction}"
-        noise.check_maker(*maker)  # the commands of runs on kept rows do not name the share
         build_missing(words_of(setting(args)["data"]))
         print_runs(args, names, guided)
-        noise.write_maker(*maker)
     files_of = execute(args, {ALL: SFT} | ({"BDS": BDS} if guided else {}), folder,
                        also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
+    folder /= f"kept-{args.keep_fraction:g}"
     for seed in range(args.seeds):
         if not args.list:
             weights = files_of["BDS"][seed].with_name("weights.jsonl") if guided else None
@@ -114,7 +111,7 @@ def report(args, results):
 # --- rankings -------------------------------------------------------------------------------------
 
 def kept_file(folder, name, seed):
-    return folder / "kept" / f"{slug(name)}-{seed}.jsonl"
+    return folder / f"{slug(name)}-{seed}.jsonl"
 
 
 def rankings_of(names, rows, weights, share, seed):
@@ -170,7 +167,7 @@ def training_on(args, name, seed, folder, whole):
     """(result file, command) of a run on the rows that a ranking keeps; whole: all rows' result."""
     scale = setting(args)
     parts = {part: words_of(scale[part]) for part in ("data", "train", "online")}
-    out = folder / "kept" / slug(name) / f"seed-{seed}"
+    out = folder / slug(name) / f"seed-{seed}"
     budget = budget_of(whole.parent) if whole.exists() else "TOKENS"
     words = training_words(args, parts, SFT, None)
     return out / "result.json", shlex.join(

@@ -1,7 +1,6 @@
 """Stored results: results/NAME.json holds every seed's metrics and what they were made by."""
 
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -64,11 +63,14 @@ def store(args, results, columns, **more):
                  columns=columns, **more)
 
 
-def around_only(command):
-    """The words of a command (before, after) its --only and the value."""
-    words = shlex.split(command)
-    at = words.index("--only") if "--only" in words else len(words)
-    return words[:at], words[at + 2:]
+def without_flags(words, *flags):
+    """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word.split("=")[0] not in flags:
+            kept.append(word)
+        skip = not skip and word in flags
+    return kept
 
 
 def stored_before(args):
@@ -80,7 +82,7 @@ def stored_before(args):
     if not args.add or not path.exists():
         return None
     before = read_stored(stored_name(args), "--add")
-    here, there = (list(itertools.chain(*around_only(command)))
+    here, there = (without_flags(shlex.split(command), "--only")
                    for command in (args.command, before["command"]))
     if here != there:
         raise UserError(f"{path} was made by {before['command']}: nothing but --only may differ; "
@@ -102,8 +104,8 @@ def added(args, before, results, order):
               for piece in pieces]
     results = before["results"] | results
     names = sorted(results, key=lambda name: order.index(name) if name in order else -1)
-    start, end = around_only(args.command)
-    args.command = shlex.join([*start, "--only", "; ".join(n for n in names if n in order), *end])
+    args.command = shlex.join([*without_flags(shlex.split(args.command), "--only"), "--only",
+                               "; ".join(name for name in names if name in order)])
     return {name: results[name] for name in names}, [p for p in pieces if p["methods"]]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import flags, listing, read_rows, write_rows
@@ -10,6 +11,7 @@ import models
 import train_offline
 from baselines import __main__ as command
 from data import sets
+from utils import UserError
 
 
 @pytest.fixture
@@ -91,6 +93,10 @@ def test_length_matched_counts_the_rows_that_a_ranking_lists(rank, faulty_labels
         row | {"kept": n < 6} for n, row in enumerate(made.ranked[:12])])
     matched = rank("length-matched", faulty_labels, model=None, out="matched", like=some)
     assert matched.result["kept"] == 6
+    content = Path(some).read_bytes()
+    with pytest.raises(UserError, match="holds the rows of --like"):
+        rank("length-matched", faulty_labels, model=None, like=some, out="some.jsonl")
+    assert Path(some).read_bytes() == content
 
 
 @pytest.fixture

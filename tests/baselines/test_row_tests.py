@@ -133,6 +133,7 @@ def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
     look = json.loads((run.out / "tests.json").read_text())
     reasons = [row["reason"] for row in run.weights]
     assert look["line"] == ranking.bad_rows_line(reasons)
+    assert look["notes"][-1].startswith("3 held-out trusted rows are too few to say what training")
     assert sum(flagged for group, _, flagged in look["groups"] if "ASCII" in group) == sum(
         reason is not None for reason in reasons)
     for row in run.weights:
@@ -142,6 +143,17 @@ def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
     without = train({"lower": faulty, "upper": upper}, epochs=1, batch=8, skip_scores=True, out="b")
     assert "reason" not in without.weights[0] and not (without.out / "tests.json").exists()
     assert read_rows(run.out / "weights.jsonl") == run.weights
+
+
+def test_no_row_that_became_likelier_is_against_the_trusted_ones():
+    """All of the first hundred stand out from trusted rows, half of them at a negative gap."""
+    gaps = torch.cat([torch.full((50,), -0.2), torch.full((50,), 0.4), torch.full((900,), -1.0)])
+    gaps += 0.01 * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    tests = {"surprise": torch.zeros(1000).double(), "reason": torch.full((1000,), -1)}
+    trusted = -1 + 0.01 * torch.randn(300, generator=torch.Generator().manual_seed(1))
+    lengths = torch.full((1000,), 9)
+    found = ranking.with_guidance(tests, (gaps, lengths), (trusted, lengths[:300]))["reason"]
+    assert (found[:50] < 0).all() and (found[50:100] >= 0).all()
 
 
 def guided(seed, faults, held_out=300):
@@ -171,6 +183,7 @@ def test_guidance_flags_rows_that_training_made_less_likely_than_trusted_ones():
         wrong += int((after["reason"][105:] == place).sum())
         flagged = after["reason"] >= 0
         assert after["surprise"][flagged].min() >= after["surprise"][~flagged].max()
+        assert (after["guidance"][after["reason"] == place] > 0).all()
         for held_out in (300, 60, 15, 1):  # one trusted row says nothing
             assert (guided(seed, 0, held_out)["reason"] == place).sum() <= 10
     assert 0 < wrong / 6 <= 0.12 * 100

@@ -71,6 +71,14 @@ def test_renamed_columns_do_not_hide_an_image(load):
     assert report["dropped"] == {"image_or_other_part": [1]} and list(rows["row_id"]) == [0, 2]
 
 
+def test_the_input_of_renamed_instructions_is_read(load):
+    row = {"q": "Sort:", "input": "b a", "a": "a b"}
+    columns = {"instruction": "q", "output": "a"}
+    assert "b a" in load([row], columns=columns)[0]["prompt"][0]
+    swapped = {"instruction": "input", "output": "a"}  # then it is the instruction and nothing more
+    assert load([row], columns=swapped)[0]["prompt"][0] == "b a"
+
+
 def test_what_lies_behind_the_last_answer_or_is_empty_loses_nothing(load):
     rows, report = load([
         {"messages": [ASK, ANSWER, asked(IMAGE)]},

@@ -9,7 +9,7 @@ from test_plans import SPACES
 
 import train_offline
 import utils
-from paper import experiments
+from paper import experiments, results
 from paper.__main__ import main
 from paper.running import slug
 from toy import corpus
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
 
 def test_flags_are_dropped_by_word():
     words = shlex.split(SPACES + " --lower-heldout h.jsonl --keep --lower")
-    assert experiments.without_flags(
+    assert results.without_flags(
         words, "--lower", "--lower-limit", "--lower-columns") == shlex.split(
         "--model m --upper up.jsonl --lower-heldout h.jsonl --keep")
 
