@@ -296,7 +296,8 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     args, lower = run.args, run.levels.lower
     run.progress.close()
     result = {"method": args.method, "seed": args.seed, "rows": len(lower),
-              "lower_tokens": int(sets.row_lengths(lower).sum())} | run.before
+              "lower_tokens": int(sets.row_lengths(lower).sum()),
+              "dtype": str(run.model.dtype).removeprefix("torch.")} | run.before
     last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
     result |= {key: last[key] for key in (k.removeprefix("base/") for k in run.before)}
     columns = {} if masked is None else {"masked": masked}
@@ -368,9 +369,8 @@ def see_guidance(run, losses, lengths):
     look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
     notes = look["notes"] if look else []
     if len(held_out) < ranking.detect.LEAST:
-        notes = list(dict.fromkeys([
-            *notes, f"{len(held_out)} held-out trusted rows are too few to say what training does "
-            f"to good answers; {ranking.detect.LEAST} or more do"]))
+        notes = list(dict.fromkeys([*notes, f"{len(held_out)} held-out trusted rows are too few to "
+                                    "say what training does to good answers"]))
     write_look(run, run.tests, notes)
     print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 

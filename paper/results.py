@@ -46,9 +46,10 @@ def save_results(path, command, results, hardware=None, **more):
     except OSError:  # no git here
         commit = None
     path.parent.mkdir(parents=True, exist_ok=True)
+    cores = f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     utils.write_atomic(path, json.dumps({
         "command": command, "date": datetime.date.today().isoformat(), "commit": commit or None,
-        "hardware": hardware or f"{os.cpu_count()} cores, {cpu_name()}",
+        "hardware": hardware or cores,
         "python": platform.python_version(), "torch": torch.__version__, **more,
         "results": results}, indent=1) + "\n")
 
@@ -58,7 +59,18 @@ def stored_name(args):
 
 
 def store(args, results, columns, **more):
-    """Save results/NAME_TARGET.json; columns {key: heading} are those of the table printed."""
+    """Save results/NAME_TARGET.json; columns {key: heading} are those of the table printed.
+
+    `UserError` where the runs of one table computed in two dtypes: --dtype auto follows the
+    processor, and a piece or a resumed table may come from another one.
+    """
+    made = {run["dtype"]: method for method, runs in results.items() for run in runs
+            if "dtype" in run}
+    if len(made) > 1:
+        (one, first), (other, second) = list(made.items())[:2]
+        raise UserError(f"{stored_name(args)}: {first!r} was trained in {one}, {second!r} in "
+                        f"{other}; make the table on one kind of processor, or name a --dtype in "
+                        "--train and another --name")
     save_results(Path("results") / f"{stored_name(args)}.json", args.command, results,
                  columns=columns, **more)
 

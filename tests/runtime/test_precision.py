@@ -53,6 +53,7 @@ def test_the_choice_is_stored_and_taken_again(train, files, monkeypatch):
     run = train(files(), batch=4, epochs=1)
     config = json.loads((run.out / "config.json").read_text())
     assert config["args"]["dtype"] == "auto" and config["environment"]["dtype"] == "bfloat16"
+    assert run.result["dtype"] == "bfloat16"
     monkeypatch.undo()
     assert load_trained(run.out, "cpu")[0].dtype == torch.bfloat16
     run = train(files(), batch=4, epochs=1, out=run.out.with_name("other"))
