@@ -95,22 +95,23 @@ def test_losses_and_steps_take_values_and_not_the_arguments():
 
 TRACER = """
 import os, runpy, sys
-root, entered, ended = sys.argv[1] + os.sep, {}, [0]
+root, entered = sys.argv[1] + os.sep, {}
+sys.path.insert(0, root)
+from runtime import monitor
 
 def trace(frame, event, argument):
     file = frame.f_code.co_filename
-    if file.startswith(root) and os.sep + ".venv" not in file:
-        if event == "call" and ended[0] == 1:
-            entered.setdefault(file.removeprefix(root))
-        ended[0] += event == "return" and frame.f_code.co_name == "end_step"
+    if event == "call" and file.startswith(root) and os.sep + ".venv" not in file:
+        entered.setdefault(file.removeprefix(root))
 
-script, sys.argv = sys.argv[2], sys.argv[2:]
-sys.path.insert(0, root)
-sys.setprofile(trace)
+def second_step(*values, end_step=monitor.end_step):
+    end_step(*values)
+    sys.setprofile(None if entered else trace)
+
+script, sys.argv, monitor.end_step = sys.argv[2], sys.argv[2:], second_step
 try:
     runpy.run_path(root + script, run_name="__main__")
 finally:
-    sys.setprofile(None)
     print("ENTERED", *entered)
 """
 

@@ -791,6 +791,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_memory_of_a_step_at_4096_tokens_and_a_50k_vocabulary():
     """The packed step beside the plain one that holds all logits: the same loss and gradient, at

@@ -279,6 +279,7 @@ def last_step(run):
     return -1
 
 
+@pytest.mark.slow
 def test_killed_three_times_equals_the_uninterrupted_run(files, folders, tmp_path):
     """SIGKILL at three random instants, the first before any checkpoint: adapter, omega after
     every epoch, ranking, result and metrics outside time/ equal those of a run left alone."""

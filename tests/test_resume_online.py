@@ -254,10 +254,8 @@ def test_accepting_goes_on_bit_for_bit(online, accepting, die_in):
     assert (resumed.out / "search.json").read_bytes() == (whole.out / "search.json").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["{", '{"found": {}, "gate": null}',
-                                    '{"found": {"x": 1}, "gate": null, "calibrate": null}'])
 def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting, die_in, refused,
-                                                              tmp_path, damage):
+                                                              tmp_path):
     paths, options = accepting
     die_in(metrics, "log_metrics", 7)
     with pytest.raises(Killed):
@@ -265,9 +263,11 @@ def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting,
     die_in()
     file = tmp_path / "run" / "search.json"
     before = file.read_bytes()
-    file.write_text(damage)
-    line = refused(lambda: online(paths, **options, resume=True))
-    assert f"{file}: damaged (" in line and line.endswith("or delete it to have it made again")
+    for damage in ("{", '{"found": {}, "gate": null}',
+                   '{"found": {"x": 1}, "gate": null, "calibrate": null}'):
+        file.write_text(damage)
+        line = refused(lambda: online(paths, **options, resume=True))
+        assert f"{file}: damaged (" in line and line.endswith("or delete it to have it made again")
     file.unlink()
     online(paths, **options, resume=True)
     assert file.read_bytes() == before
@@ -346,6 +346,7 @@ def processes(files, folders, tmp_path):
     return Processes()
 
 
+@pytest.mark.slow
 def test_killed_during_generation_equals_the_uninterrupted_run(processes, tmp_path):
     """SIGKILL inside transformers' generate at the second refresh, between two checkpoints: all
     that the run leaves equals, byte for byte, what a run left alone does."""

@@ -52,6 +52,7 @@ def contents(folder):
             if (folder / f"{step}.json").exists()}
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_where_the_first_was_cut_off(tmp_path):
     (tmp_path / "calls.py").write_text(TWO_CALLS)
     command, environment = python(tmp_path / "calls.py", tmp_path / "out")

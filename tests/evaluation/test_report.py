@@ -130,6 +130,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     assert "<script>" not in table and "<b>" not in table
 
 
+@pytest.mark.slow
 def test_report_of_a_hundred_thousand_rows(tmp_path):
     folder = fabricate(tmp_path / "run", steps=9000, epochs=3, rows=100_000, text="word " * 30)
     started = time.time()

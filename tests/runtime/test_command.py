@@ -104,6 +104,7 @@ def test_the_handler_of_sigterm_is_put_back():
     assert signal.getsignal(signal.SIGTERM) is before and seen != [before]
 
 
+@pytest.mark.slow
 def test_interrupted_runs_say_how_to_go_on(files, folders, tmp_path):
     """Ctrl-C, and SIGTERM after the resume: the line's own command, run as it stands, ends in what
     a run left alone gives. A folder's name with a space is quoted."""

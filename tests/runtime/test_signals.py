@@ -82,7 +82,8 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
         assert not [name for name in listing(tmp_path) if "partial" in name], instants
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT,
+                                    pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     """Ctrl-C reaches both processes and torchrun, SIGTERM torchrun, which passes it on."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

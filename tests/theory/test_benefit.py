@@ -105,6 +105,7 @@ def test_crossing_is_the_largest_rho_where_mixing_is_no_worse_than_bds(bounded):
         assert row["crossing"] == max(no_worse, default=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("radius, crossing", [(2.0, 0.50), (4.0, 0.38), (8.0, 0.10)])
 def test_reported_crossings(radius, crossing):
     """On the reported grid of steps of 0.02: no worse at the crossing, worse at the next rho."""

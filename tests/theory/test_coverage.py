@@ -83,6 +83,7 @@ def test_decay_exponent_of_a_power_law(exponent):
     assert coverage.decay_exponent(rows) == pytest.approx(exponent, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_reported_coverage():
     numbers, curves = coverage.measure()
     assert numbers["slope"] == pytest.approx(-1.1275, abs=0.002)

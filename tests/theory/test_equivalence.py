@@ -34,6 +34,7 @@ def test_weakly_pareto_is_weak():
     assert equivalence.weakly_pareto(losses).tolist() == [True, True, False, True]
 
 
+@pytest.mark.slow
 def test_scalarised_set_of_two_objectives_against_a_fine_grid():
     for seed in range(10):
         _, losses = random_class(seed, separable=False, rows=2)
