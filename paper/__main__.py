@@ -96,6 +96,8 @@ def parse_args(argv=None):
         args.workers = 1 if args.scale == "paper" else os.cpu_count()
     if args.workers < 1 or args.seeds < 1:
         raise UserError("--workers and --seeds must be 1 or more")
+    if args.rows < 20:
+        raise UserError(f"--rows {args.rows}: 20 or more; a share of 5 % is to be a row")
     # As it is stored beside the results.
     args.command = shlex.join([
         *["python", "-m", "paper"], args.target,

@@ -22,6 +22,7 @@ import models
 import ranking
 import session
 import train_online
+from data.sources import find_parts
 from evaluation.report import write_report
 from evaluation.runs import Run
 from generate import generate
@@ -57,6 +58,8 @@ def small(args):
         print(f"python {shlex.join(['train_online.py', *words])}")
         return
     settings = train_online.parse_args(words)
+    for source in (settings.lower, settings.upper):
+        find_parts(source)  # what is missing is said before a model is fetched
     if settings.model == str(FOLDER):
         fetch(FOLDER)
     run = session.plan(settings)

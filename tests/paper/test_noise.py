@@ -99,6 +99,7 @@ def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     assert rows["bad"][:] == [kind != "clean" for kind in rows["kind"][:]]
     assert 0 < made <= forwards - 2 * sum(counts.values())
     assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", tiny]))
+    assert "--rows -5: 20 or more" in refused(lambda: main(["noise", "--rows", "-5"]))
     assert "name the rows" in refused(lambda: main(["noise"]))
 
 

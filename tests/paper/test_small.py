@@ -31,6 +31,8 @@ def test_without_rows_it_says_what_to_pass(here, refused):
                "`make small LOWER=noisy.jsonl UPPER=trusted.jsonl`" in line
     assert "--lower: demo does not read it; small would" in refused(
         lambda: main(["demo", "--lower", "a.jsonl"]))
+    assert "error: a.jsonl: no such file or folder" in refused(
+        lambda: main(["small", "--lower", "a.jsonl", "--upper", "b.jsonl"]))
     assert not listing(here)
 
 
