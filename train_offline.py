@@ -111,11 +111,11 @@ def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correctio
         losses, _ = batches.row_losses(model, lower_batch)
     if correction:
         with models.adapter(model, "theta_hat"):
-            _, attained, _ = descend(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
-                                     **limits)
+            _, attained, norm = descend(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
+                                        **limits)
             if at_next:
                 attained, _ = batches.row_losses(model, lower_batch)
-        losses = losses - correction * attained.to(losses)
+        losses = losses - correction * attained.to(losses) + 0 * norm.to(losses)  # inf: main stops
     return losses
 
 

@@ -341,11 +341,11 @@ def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correctio
         losses = mean_answer_losses(model, lower_batch)
     if correction and any(answers.rows for answers in lower_batch):
         with models.adapter(model, "theta_hat"):
-            _, attained, *_ = descend(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
-                                      **limits)
+            _, attained, *_, norm = descend(model, theta_hat, optimizer, [], lower_batch, weights,
+                                            1.0, **limits)
             if at_next:
                 attained = mean_answer_losses(model, lower_batch)
-        losses = losses - correction * attained.to(losses)
+        losses = losses - correction * attained.to(losses) + 0 * norm.to(losses)  # inf: main stops
     return losses
 
 

@@ -6,11 +6,12 @@ through a literal softmax for omega, and Adam written out.
 """
 
 import argparse
+import functools
 import json
 import math
 import random
 import re
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -673,6 +674,23 @@ def test_both_losses_of_the_correction_are_of_the_same_step(train, online, files
         assert load_file(now / "weights/epoch_1.safetensors")["omega"].abs().max() < 1e-6
         after = run(paths, out=f"{name}-next", **options).out
         assert load_file(after / "weights/epoch_1.safetensors")["omega"].abs().max() > 1e-4
+
+
+def test_a_gradient_of_theta_hat_that_is_not_finite_stops_the_run(train, online, files, refused,
+                                                                  monkeypatch):
+    """theta_hat would stand still for a step, without a word, while theta goes on."""
+    update, norms = models.update, []
+
+    def every_second_is_infinite(*given):
+        norms.append(update(*given))
+        return norms[-1] if len(norms) % 2 else torch.tensor(math.inf)
+
+    monkeypatch.setattr(models, "update", every_second_is_infinite)
+    for number, (run, omega_loss) in enumerate(product((train, online), ("next", "current"))):
+        norms.clear()
+        line = refused(functools.partial(run, files(), out=str(number), correction=0.5, batch=4,
+                                         omega_loss=omega_loss))
+        assert "step 0: the loss or its gradient is not finite" in line and len(norms) == 2
 
 
 def test_an_adapters_dropout_is_off(train, online, files, adapters, tmp_path):
