@@ -28,7 +28,7 @@ Deviations from the text of the paper, each with its reason:
     data): gamma (sum sigma_i L_i(theta) - min_theta' sum sigma_i L_i(theta')), whose omega gradient
     holds theta' fixed (Danskin). A = 0 is the paper's penalty; between them lies their convex
     combination. theta's own gradient is the same for every A. The presets take 0. The default, 0.7,
-    ranks text better than the base model's loss, which 0 does not (docs/results_text.md).
+    ranks planted Alpaca better than the base model's loss, which 0 does not with 5.9M parameters.
 """
 
 import argparse

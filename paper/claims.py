@@ -22,6 +22,7 @@ SCALES = {
                    "selectors": ["smollm2_selectors"],
                    "kept": ["smollm2_curated"]}}
 ONLINE, DYNAMIC, AUROC = "online R=10% G=1", "online dynamic", "auroc"
+OMEGA = "weight/auroc"  # against base/auroc of the same run
 
 
 def safety(name, table):
@@ -45,7 +46,7 @@ CLAIMS = (
     ("five answers beat one", "table1", "online R=10% G=5", ONLINE, UPPER),
     *safety("safety", "table3"), *safety("by pairs", "pairs"),
     ("online: short answers come first", "ranking", ONLINE, ONLINE, None),
-    ("omega beats the base loss", "selectors", "omega", "loss", AUROC),
+    ("omega beats the base loss", "table1", "BDS", "BDS", OMEGA),
     ("corrected omega beats it", "selectors", "omega, corrected", "loss", AUROC),
     ("a fresh model: best rows beat all", "kept", "top k by BDS", "raw set", UPPER),
     ("... and with rewrites the best rows", "kept", "... with its rewrites",
@@ -68,7 +69,7 @@ def cell_of(files, first, than, metric):
     for name in files:
         file = Path("results") / f"{name}.json"
         results = json.loads(file.read_text())["results"] if file.exists() else {}
-        if {first, than} <= set(results):
+        if {first, than} <= set(results) and (metric != OMEGA or metric in results[first][0]):
             return t_interval(differences(results[first], results[than], metric))
     return "not run"
 
@@ -78,6 +79,8 @@ def differences(first, than, metric):
     """
     if metric is None:
         return [run["epoch 1"] - list(run.values())[-1] for run in first]
+    if metric == OMEGA:
+        return [run["base/auroc"] - run[OMEGA] for run in first]
     sign = -1 if metric == AUROC else 1
     return [sign * (a[metric] - b[metric]) for a, b in zip(first, than, strict=False)]
 

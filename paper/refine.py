@@ -6,7 +6,8 @@
 Every arm masks rows by the same rule. What stands in for them differs:
 
     drop            nothing
-    generate        the model's own answers, weighted by the ratio: Algorithm 1
+    generate        the model's own answers, weighted by the ratio: Algorithm 1; up to the first
+                    refresh the bad ones train
     accept          answers found in the file that trusted rows vouch for: accept.py
     random          as many found answers, accepted at random
     drop, same      nothing, and trusted rows that train are those that train under accept: the
