@@ -42,6 +42,7 @@ import time
 from batches import answer_row, prompt_of, response_of, row_losses, tokens_only
 from curate import greedy
 from data.tokens import response_text
+from detect import UNSPACED
 from ranking import blank_prompt, end_ids
 from runtime import folder
 from utils import UserError, content_hash, table
@@ -113,7 +114,7 @@ def shortlists(questions, answers, size=SHORTLIST):
 
 
 def _words(text):
-    return re.findall(r"\w+", text.lower())
+    return re.findall(rf"[{UNSPACED}]|[^\W{UNSPACED}]+", text.lower())
 
 
 def pair_scores(model, prompts, bodies, blank, lists):

@@ -149,9 +149,9 @@ def check_values(args):
     if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         raise UserError("--fsdp: splits the base over several processes; start them with torchrun "
                         "--nproc-per-node N")
-    if args.fsdp and (args.four_bit or args.merge):
-        raise UserError("--fsdp: not with --four-bit or --merge; merge the adapter of the finished "
-                        "run instead")
+    if args.fsdp + args.four_bit + args.merge > 1:
+        raise UserError("--fsdp, --four-bit and --merge: one of them (rounded to 4 bits, a merged "
+                        "adapter is lost); merge the finished run's adapter into the whole base")
 
 
 def check_seed(seed):

@@ -122,7 +122,8 @@ def check_out(args):
     utils.make_parent(out)
     for name in ("lower", "upper", "upper_heldout", "lower_heldout", "like"):
         source = getattr(args, name)
-        if not source or not out.exists() or not Path(source.split("@")[0]).exists():
+        if not source or not out.exists() or not any(
+                map(sources.path_exists, (source, source.rpartition("@")[0] or source))):
             continue
         if any(out.samefile(part) for part in sources.find_parts(source)
                if isinstance(part, Path)):

@@ -350,9 +350,10 @@ def _rename(row, columns, place):
 
 
 def _flag(value, place):
-    if value in (None, "", False, 0, "0", "false", "False"):
+    known = value.lower() if isinstance(value, str) else value  # spreadsheets write TRUE
+    if known in (None, "", False, 0, "0", "false"):
         return False
-    if value in (True, 1, "1", "true", "True"):
+    if known in (True, 1, "1", "true"):
         return True
     raise UserError(f'{place}: "bad" must be true or false, not {value!r}')
 

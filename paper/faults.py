@@ -70,7 +70,7 @@ def changed(row, donor, rng):
     """Another number, another name, or a negation put in or taken out."""
     text = row["response"]
     edits = []
-    if numbers := list(re.finditer(r"\d+", text)):
+    if numbers := list(re.finditer(r"\d{1,18}", text)):
         place = rng.choice(numbers)
         other = str(int(place[0]) + rng.choice((-3, -2, -1, 1, 2, 3, 7, 10)) or 5).lstrip("-")
         edits.append(text[:place.start()] + other + text[place.end():])

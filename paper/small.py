@@ -58,11 +58,14 @@ def small(args):
         print(f"python {shlex.join(['train_online.py', *words])}")
         return
     settings = train_online.parse_args(words)
+    out = Path(settings.out)
     for source in (settings.lower, settings.upper):
         find_parts(source)  # what is missing is said before a model is fetched
     if settings.model == str(FOLDER):
         fetch(FOLDER)
     run = session.plan(settings)
+    if settings.dry_run:
+        return
     if not (out / "config.json").exists():
         print_minutes(run)
     print(f"python {shlex.join(['train_online.py', *words])}", flush=True)

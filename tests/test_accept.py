@@ -96,6 +96,8 @@ def test_shortlists_are_the_largest_cosines(monkeypatch):
         assert values[places].tolist() == pytest.approx(values.sort(descending=True)[0][:5])
     assert found[9][:2] == [32, 31]  # the word alone, then among others
     assert found[10] == [0, 1, 2, 3, 4]  # nothing shared: by place
+    asked, told = ["東京の天気は?", "猫は何を食べる?"], ["魚を食べる。", "天気は雨です。"]
+    assert accept.shortlists(asked, told, 1) == [[1], [0]]  # no spaces between words
     assert accept.shortlists(["a"], [], 5) == [[]] and accept.shortlists(["a"], ["b"]) == [[0]]
     assert accept.shortlists([], ["b"]) == [] and accept.shortlists(["a"], ["", ""]) == [[0, 1]]
 
@@ -535,6 +537,8 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
     for refine in ("generate", "drop"):
         run = online(paths, out=refine, refine=refine, **options)
         assert "mask: the 5 of 14 rows that" in run.text
+        for entries in (run.weights, run.curated):  # 0.8 of 14 would be 11
+            assert [e["kept"] for e in entries] == [True] * 9 + [False] * 5
         assert sorted(e["row_id"] for e in run.weights if e["masked"]) == masked
         assert sorted(e["row_id"] for e in run.weights[9:]) == masked
         assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == masked

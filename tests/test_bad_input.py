@@ -89,11 +89,14 @@ GOOD = [json.dumps(row) for row in make_rows(6, seed=31)]
     (["", "  "], "lower: the source holds no rows"),
     (['{"prompt": "a", "response": ""}', '{"prompt": "", "response": "b"}'],
      r"lower: no row is left to train on \(1 empty_response, 1 empty_prompt\)"),
+    (['{"prompt": "a", "response": "b", "bad": "FALSE"}', '{"prompt": "a", "response": 7}'],
+     "line 2"),
     (['{"prompt": "a", "response": "b", "bad": "maybe"}'], '"bad" must be true or false'),
     ([json.dumps({"prompt": "long " * 200, "response": "b"})],
      r"lower: \d rows are longer than the model's context of 128 tokens.*--max-length 128"),
 ], ids=["broken JSON", "not an object", "unknown layout", "missing column", "wrong type",
-        "wrong message", "empty file", "blank file", "nothing left", "bad flag", "too long"])
+        "wrong message", "empty file", "blank file", "nothing left", "a flag in capitals",
+        "bad flag", "too long"])
 @pytest.mark.parametrize("level", ["lower", "upper"])
 def test_rows(bad, tmp_path, level, lines, message):
     path = rewrite(tmp_path, lines)

@@ -409,6 +409,36 @@ def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
     assert detect.text_reasons([*asked, asked[4]])[6] == "duplicate"
 
 
+def test_a_long_instruction_before_each_question_makes_no_duplicates():
+    draw = random.Random(0)
+    instruction = " ".join(f"word{n}" for n in range(70))
+    reviews = [" ".join(f"review{draw.randrange(500)}" for _ in range(10)) for _ in range(200)]
+    rows = [(f"{instruction} {text}", ("positive", "negative")[n % 2])
+            for n, text in enumerate(reviews)]
+    assert detect.text_reasons(rows) == [None] * 200
+    again = [(f"{instruction} {reviews[7]}", "Negative."), (rows[8][0] + " indeed", "positive")]
+    assert detect.text_reasons([*rows, *again])[200:] == ["duplicate"] * 2
+
+
+def test_nearly_the_same_long_answers_are_duplicates():
+    """One word in 150 is another: nine of ten are found."""
+    draw, found = random.Random(1), 0
+    for _ in range(40):
+        words = [f"word{draw.randrange(10**6)}" for _ in range(150)]
+        other = [*words]
+        other[draw.randrange(150)] = "another"
+        found += detect.text_reasons([("Tell me", " ".join(words)), ("Tell me", " ".join(other))])[
+            1] == "duplicate"
+    assert found >= 36
+
+
+def test_letters_are_words_where_a_script_has_no_spaces():
+    both = [("東京について教えて", "東京は日本の首都であり、世界でも有数の大都市です。"),
+            ("東京について教えて", "千葉の隣にある都市で、人口が多いです。")]
+    assert detect.text_reasons(both) == [None, None]
+    assert detect.text_reasons([("首都は?", "東京"), ("首都は?", "京都")]) == ["conflict"] * 2
+
+
 @pytest.mark.parametrize(("answer", "goes_on"), [
     ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
     ("It is Paris.\n### Instruction:\nName a river.", True), ("Paris\n\n**Q**: Why?", True),

@@ -184,9 +184,12 @@ def test_out_may_not_be_one_of_the_sources(rank, files, refused, tmp_path):
     (tmp_path / "folder").mkdir()
     inside = shutil.copy(rows["lower"], tmp_path / "folder" / "train.jsonl")
     (tmp_path / "link.jsonl").symlink_to(rows["lower"])
+    (tmp_path / "a@b").mkdir()
+    at = shutil.copy(rows["lower"], tmp_path / "a@b" / "c@d.jsonl")
     for flag, out, options in (
             ("lower", rows["lower"], {}), ("lower", tmp_path / "link.jsonl", {}),
             ("upper", rows["upper"], {}), ("lower", inside, {"lower": tmp_path / "folder"}),
+            ("lower", at, {"lower": at}),
             ("upper-heldout", rows["heldout"], {"upper_heldout": rows["heldout"]})):
         line = refused(lambda out=out, options=options: rank("dsir", rows, out=out, **options))
         assert f"holds the rows of --{flag}, which the ranking would replace" in line

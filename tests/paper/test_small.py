@@ -62,6 +62,11 @@ def test_the_whole_run(here, folders, capfd):
     main(words)
     assert "minutes" not in capfd.readouterr().out
     assert report.exists() and (here / "runs/text/result.json").read_bytes() == before
+    main([*words[:-1], f"{words[-1]} --out elsewhere --dry-run"])
+    assert not (here / "elsewhere").exists()
+    main([*words[:-1], f"{words[-1]} --out elsewhere"])
+    assert (here / "elsewhere/report.html").exists()
+    capfd.readouterr()
     main([*words, "--list"])
     assert capfd.readouterr().out.startswith("python train_online.py --model .cache/models/")
 

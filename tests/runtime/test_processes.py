@@ -5,6 +5,7 @@ lost, doubled or weighed differently shows. One start of torchrun costs seconds 
 pair of processes does several runs.
 """
 
+import itertools
 import json
 import re
 import socket
@@ -399,9 +400,9 @@ def test_fsdp_needs_several_processes(train, files, refused, monkeypatch):
     line = refused(lambda: train(files(), fsdp=True))
     assert "--fsdp" in line and "torchrun" in line
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for other in ("four_bit", "merge"):
-        assert "--fsdp: not with" in refused(lambda other=other: train(
-            files(), fsdp=True, **{other: True}))
+    for pair in itertools.combinations(("fsdp", "four_bit", "merge"), 2):
+        assert "--fsdp, --four-bit and --merge: one of them" in refused(
+            lambda pair=pair: train(files(), **dict.fromkeys(pair, True)))
 
 
 # --- shares and micro batches, without processes --------------------------------------------------
