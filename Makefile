@@ -1,4 +1,4 @@
-# make demo: the embedded toy, two to four minutes on two cores.   make test: the tests.
+# make demo: the embedded toy, two to five minutes on two cores.   make test: the tests.
 # make small LOWER=noisy.jsonl UPPER=trusted.jsonl: your rows with a small real model, on a CPU.
 PYTHON ?= python3
 VENV := .venv
