@@ -76,7 +76,7 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0)
     add("--verdicts", help="file of verdicts instead of asking")
     add("--page", help="also write the rows as a page; without --verdicts nothing is asked")
-    add("--out", help="write the verdicts here")
+    add("--out", help="the verdicts, written after each; those it has are not asked for again")
     text = "win rate against a reference: generate, judge, rate"
     winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
     return parser.parse_args(argv)

@@ -92,10 +92,14 @@ def texts_of(rows, source, path):
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-def ask(rows, texts, answers):
-    """[True (bad), False or None (skipped)] a row; answers: an iterator of lines, one a row."""
-    verdicts = []
+def ask(rows, texts, answers, given, save):
+    """{row_id: True (bad), False or None (skipped)}; answers: an iterator of lines, one a row.
+
+    given: verdicts from before, which are not asked for; save(verdicts) is called after each.
+    """
     for number, row in enumerate(rows, 1):
+        if row["row_id"] in given:
+            continue
         prompt, response = texts[row["row_id"]]
         print(f"\n--- {number} of {len(rows)} ---\nQUESTION: {printable(prompt, SHOWN)}\n"
               f"ANSWER: {printable(response, SHOWN)}")
@@ -106,23 +110,33 @@ def ask(rows, texts, answers):
                 raise UserError(f"no verdict for row {number} of {len(rows)}: the input ended")
             word = line.strip().lower()
             if word in ("y", "yes", "n", "no", "s", "skip", ""):
-                verdicts.append({"y": True, "n": False}.get(word[:1]))
+                given[row["row_id"]] = {"y": True, "n": False}.get(word[:1])
+                save(given)
                 break
-    return verdicts
+    return given
 
 
-def read_verdicts(path, rows):
-    """Verdicts of a file, {"row_id", "verdict": y, n or s} a line, for the rows drawn."""
+def read_verdicts(path, rows, begun=False):
+    """{row_id: verdict} of a file, {"row_id", "verdict": y, n or s} a line, for the rows drawn.
+
+    begun: of an audit that goes on: some may be missing, but none of another audit be there.
+    """
     given = {}
     for place, entry in each_line(path):
         check_entry(place, entry, {"row_id": WHOLE, "verdict": TEXT})
         if entry["verdict"] not in ("y", "n", "s"):
             raise UserError(f"{place}: the verdict must be y, n or s")
         given[entry["row_id"]] = {"y": True, "n": False, "s": None}[entry["verdict"]]
-    if missing := [row["row_id"] for row in rows if row["row_id"] not in given]:
+    drawn = [row["row_id"] for row in rows]
+    if begun:
+        if others := given.keys() - set(drawn):
+            raise UserError(f"{path}: has a verdict for row_id {min(others)}, which is not drawn; "
+                            "take the --seed and --count of before, or another --out")
+        return given
+    if missing := [row_id for row_id in drawn if row_id not in given]:
         raise UserError(f"{path}: no verdict for row_id {missing[0]}, and {len(missing) - 1} more "
                         "of the rows drawn; the same --seed and --count draw the same rows")
-    return [given[row["row_id"]] for row in rows]
+    return given
 
 
 def audit_summary(rows, verdicts, num_flagged, num_rows):
@@ -171,13 +185,22 @@ def run_audit(args):
             return
     if args.out:
         check_output(args.out, *inputs, Path(args.ranking).parent)
-    verdicts = read_verdicts(args.verdicts, rows) if args.verdicts else ask(
-        rows, texts, iter(sys.stdin.readline, ""))
-    if args.out:
-        utils.write_jsonl(args.out, [
-            {"row_id": row["row_id"], "flagged": row["flagged"],
-             "verdict": {True: "y", False: "n", None: "s"}[verdict]}
-            for row, verdict in zip(rows, verdicts, strict=True)])
+
+    def save(given):
+        if args.out:
+            utils.write_jsonl(args.out, [
+                {"row_id": row["row_id"], "flagged": row["flagged"],
+                 "verdict": {True: "y", False: "n", None: "s"}[given[row["row_id"]]]}
+                for row in rows if row["row_id"] in given])
+
+    if args.verdicts:
+        given = read_verdicts(args.verdicts, rows)
+        save(given)
+    else:
+        begun = args.out and Path(args.out).exists()
+        given = ask(rows, texts, iter(sys.stdin.readline, ""),
+                    read_verdicts(args.out, rows, begun=True) if begun else {}, save)
+    verdicts = [given[row["row_id"]] for row in rows]
     result = audit_summary(rows, verdicts, num_flagged, num_rows)
     for name, text in (("precision", "of the flagged rows are bad"),
                        ("missed", "of the other rows are bad")):

@@ -78,6 +78,22 @@ def test_scripted_verdicts(files, capsys, monkeypatch, tmp_path):
     assert again == result
 
 
+def test_an_interrupted_judge_goes_on(files, capfd, monkeypatch, refused, tmp_path):
+    ranking, rows = map(str, files)
+    words = ["audit", ranking, "--rows", rows, "--count", "8", "--out", f"{tmp_path}/mine.jsonl"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 5))
+    assert "no verdict for row 6 of 16" in refused(lambda: front.main(words))
+    assert [row["verdict"] for row in read_rows(tmp_path / "mine.jsonl")] == ["y"] * 5
+    assert "is not drawn" in refused(lambda: front.main([*words, "--seed", "1"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n" * 11))
+    front.main(words)
+    assert "--- 6 of 16 ---" in (text := capfd.readouterr().out) and "--- 5 of 16" not in text
+    found = read_rows(tmp_path / "mine.jsonl")
+    assert [row["row_id"] for row in found] == [
+        row["row_id"] for row in audit.drawn_rows(ranking, 8, 0)[0]]
+    assert [row["verdict"] for row in found] == ["y"] * 5 + ["n"] * 11
+
+
 def test_the_page_holds_every_row_and_no_script(files, capsys, tmp_path):
     page = tmp_path / "audit.html"
     front.main(["audit", str(files[0]), "--rows", str(files[1]), "--page", str(page)])
