@@ -36,13 +36,12 @@ have theirs in it is estimated from the margins (`share_present`), and weighs th
 import collections
 import json
 import math
-import re
 import time
 
 from batches import answer_row, prompt_of, response_of, row_losses, tokens_only
 from curate import greedy
 from data.tokens import response_text
-from detect import UNSPACED
+from detect import WORD
 from ranking import blank_prompt, end_ids
 from runtime import folder
 from utils import UserError, content_hash, table
@@ -91,12 +90,12 @@ def shortlists(questions, answers, size=SHORTLIST):
     """
     column = {}
     for text in answers:
-        for word in _words(text):
+        for word in WORD.findall(text.lower()):
             column.setdefault(word, len(column))
 
     def counts(texts):  # (texts, words), sparse
-        found = [(n, column[word]) for n, text in enumerate(texts) for word in _words(text)
-                 if word in column]
+        found = [(n, column[word]) for n, text in enumerate(texts)
+                 for word in WORD.findall(text.lower()) if word in column]
         return torch.sparse_coo_tensor(
             torch.tensor(found, dtype=torch.long).view(-1, 2).T, torch.ones(len(found)).double(),
             (len(texts), len(column)), check_invariants=True).coalesce()
@@ -111,10 +110,6 @@ def shortlists(questions, answers, size=SHORTLIST):
         cosine = torch.sparse.mm(index, asked.T) / norms[:, None]
         chosen += cosine.T.sort(dim=1, descending=True, stable=True).indices[:, :size].tolist()
     return chosen
-
-
-def _words(text):
-    return re.findall(rf"[{UNSPACED}]|[^\W{UNSPACED}]+", text.lower())
 
 
 def pair_scores(model, prompts, bodies, blank, lists):

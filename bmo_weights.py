@@ -61,9 +61,7 @@ def importance_ratio(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
 def clamped(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
     """Which ratios the clamp of `importance_ratio` touched -> bool, same shape (for the log)."""
     log_ratio = _float(logps).detach() - _float(old_logps).detach()
-    if max_log_ratio is None:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
-    return log_ratio.abs() > max_log_ratio
+    return log_ratio.abs() > (torch.inf if max_log_ratio is None else max_log_ratio)
 
 
 def lse_merit(losses, tau=1.0):

@@ -368,7 +368,8 @@ HASHES, ROWS_PER_BAND = 128, 16  # minhashes of a row, in bands; fewer are too r
 SHINGLE = 5                    # words
 MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
 ALIKE = 0.9                    # share of equal minhashes from which two rows are the same
-UNSPACED = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff"  # Thai, kana, Han: a letter is a word here
+LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
+WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
 TURN = re.compile(r"\n\W{0,9}(User|Human|Instruction|Q)\W{0,9}:|<\|(im_start|user|start_)|\[INST\]")
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
@@ -401,7 +402,7 @@ def text_reasons(rows):
     turn: another question (`TURN`) in an answer that is no dialogue from its first line on.
     conflict: one question, word by word, with different answers of which one is short enough
     (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
-    One pass, linear; what is kept of a row are its hashes, 1 KB.
+    One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     seen, first, answers, reasons = {}, array("i"), {}, []
     for place, (prompt, answer) in enumerate(rows):
@@ -422,8 +423,7 @@ def text_reasons(rows):
                     known.append(len(first))
             first.extend(signature + end)
         told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
-        told.setdefault(zlib.crc32(answer.encode()), (
-            place, len(answer.split()) + len(re.findall(f"[{UNSPACED}]", answer))))
+        told.setdefault(zlib.crc32(answer.encode()), (place, len(WORD.findall(answer))))
     for told in answers.values():
         if len(told) > 1 and min(words for _, words in told.values()) <= CLOSED:
             for place, _ in told.values():

@@ -93,9 +93,9 @@ def texts_of(rows, source, path):
 # --- verdicts -------------------------------------------------------------------------------------
 
 def ask(rows, texts, answers, given, save):
-    """{row_id: True (bad), False or None (skipped)}; answers: an iterator of lines, one a row.
+    """Fill in given, {row_id: True (bad), False or None (skipped)}, with the verdicts it lacks.
 
-    given: verdicts from before, which are not asked for; save(verdicts) is called after each.
+    answers: an iterator of lines, one a row; save(given) is called after each.
     """
     for number, row in enumerate(rows, 1):
         if row["row_id"] in given:
@@ -113,7 +113,6 @@ def ask(rows, texts, answers, given, save):
                 given[row["row_id"]] = {"y": True, "n": False}.get(word[:1])
                 save(given)
                 break
-    return given
 
 
 def read_verdicts(path, rows, begun=False):
@@ -197,9 +196,11 @@ def run_audit(args):
         given = read_verdicts(args.verdicts, rows)
         save(given)
     else:
-        begun = args.out and Path(args.out).exists()
-        given = ask(rows, texts, iter(sys.stdin.readline, ""),
-                    read_verdicts(args.out, rows, begun=True) if begun else {}, save)
+        given = {}
+        if args.out and Path(args.out).exists():
+            given = read_verdicts(args.out, rows, begun=True)
+            print(f"{args.out}: {len(given)} of {len(rows)} rows are judged already")
+        ask(rows, texts, iter(sys.stdin.readline, ""), given, save)
     verdicts = [given[row["row_id"]] for row in rows]
     result = audit_summary(rows, verdicts, num_flagged, num_rows)
     for name, text in (("precision", "of the flagged rows are bad"),

@@ -22,7 +22,7 @@ SCALES = {
                    "selectors": ["smollm2_selectors"],
                    "kept": ["smollm2_curated"]}}
 ONLINE, DYNAMIC, AUROC = "online R=10% G=1", "online dynamic", "auroc"
-OMEGA = "weight/auroc"  # against base/auroc of the same run
+OMEGA = ("weight/auroc", "base/auroc")  # of one run
 
 
 def safety(name, table):
@@ -32,7 +32,8 @@ def safety(name, table):
             ("... and leaving those rows out", table, DYNAMIC, "control: dynamic, drop", UPPER)]
 
 
-# (the claim, table, the method with the lower metric, than which, metric; None: rises by epoch).
+# (the claim, table, the method with the lower metric, than which, metric or one of
+# each; None: rises by epoch).
 CLAIMS = (
     ("BDS beats plain fine-tuning", "table1", "BDS", "mixing rho=1", UPPER),
     ("BDS beats mixing, rho = 0.5", "table1", "BDS", "mixing rho=0.5", UPPER),
@@ -65,11 +66,12 @@ def claims_by_scale():
 
 
 def cell_of(files, first, than, metric):
-    """A cell of the table, from the first of results/FILE.json that holds both methods."""
+    """A cell of the table, from the first of results/FILE.json with both methods and the metric."""
     for name in files:
         file = Path("results") / f"{name}.json"
         results = json.loads(file.read_text())["results"] if file.exists() else {}
-        if {first, than} <= set(results) and (metric != OMEGA or metric in results[first][0]):
+        own = metric[0] if isinstance(metric, tuple) else metric
+        if {first, than} <= set(results) and (own is None or own in results[first][0]):
             return t_interval(differences(results[first], results[than], metric))
     return "not run"
 
@@ -79,10 +81,9 @@ def differences(first, than, metric):
     """
     if metric is None:
         return [run["epoch 1"] - list(run.values())[-1] for run in first]
-    if metric == OMEGA:
-        return [run["base/auroc"] - run[OMEGA] for run in first]
-    sign = -1 if metric == AUROC else 1
-    return [sign * (a[metric] - b[metric]) for a, b in zip(first, than, strict=False)]
+    own, other = metric if isinstance(metric, tuple) else (metric, metric)
+    sign = -1 if own.endswith(AUROC) else 1
+    return [sign * (a[own] - b[other]) for a, b in zip(first, than, strict=False)]
 
 
 def t_interval(values):

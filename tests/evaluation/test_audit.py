@@ -87,7 +87,9 @@ def test_an_interrupted_judge_goes_on(files, capfd, monkeypatch, refused, tmp_pa
     assert "is not drawn" in refused(lambda: front.main([*words, "--seed", "1"]))
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n" * 11))
     front.main(words)
-    assert "--- 6 of 16 ---" in (text := capfd.readouterr().out) and "--- 5 of 16" not in text
+    text = capfd.readouterr().out
+    assert "mine.jsonl: 5 of 16 rows are judged already\n\n--- 6 of 16 ---" in text
+    assert "--- 5 of 16" not in text
     found = read_rows(tmp_path / "mine.jsonl")
     assert [row["row_id"] for row in found] == [
         row["row_id"] for row in audit.drawn_rows(ranking, 8, 0)[0]]
