@@ -12,13 +12,15 @@ Three ways to an answer, and a margin of each:
     continue   a cut answer goes on, greedily.      margin: mean log-prob of the new tokens
     generate   the question is answered, greedily.  margin: the same (others are in docs/tried.md)
 
-Trusted rows say which margins to believe, because their right answers are known. They are cut into
-four disjoint parts: train, calibrate, gate, and the held-out rows, which nothing here reads.
+Trusted rows say which margins to believe, because their right answers are known. The model that
+gives the margins must not have trained on them. `search` asks the frozen base, which trained on
+none: its trials are trusted rows that train like all others. The other two ask the trained model:
+theirs are held-out rows, which no step reads. Two disjoint parts, each of at most PART questions:
     calibrate  asks each way for a row with a bad original made on purpose (the answer of another
                row, or its own cut short). The threshold is the smallest margin from which on
                PRECISION of the new answers are right and at most FALSE of the good originals would
                be replaced.
-    gate       measures with fresh rows what that threshold is worth. A way whose precision misses
+    gate       measures with other rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
 Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. A found answer trains with that
 of the gate as its weight, a cut answer as far as it goes, without an end token. Any other row is
@@ -38,7 +40,7 @@ import json
 import math
 import time
 
-from batches import answer_row, prompt_of, response_of, row_losses, tokens_only
+from batches import answer_row, prompt_of, response_of, row_losses
 from curate import greedy
 from data.tokens import response_text
 from detect import WORD
@@ -63,21 +65,15 @@ REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
 
 
 def trusted_parts(prompts):
-    """(train, calibrate, gate): places of trusted rows, from a hash of each one's prompt.
+    """(calibrate, gate): places of trusted rows, from a hash of each one's prompt.
 
-    A quarter of the prompts each for the last two, at most PART, and one row of each of these: two
-    would count one answer twice. No prompt is in two parts. The hashes decide, so the order of the
-    file does not.
+    Half of the prompts each, at most PART, and one row of each: two would count one answer twice.
+    The hashes decide, so the order of the file does not.
     """
-    order = sorted(set(prompts))
-    size = min(PART, len(order) // 4)
-    number = {prompt: n // size + 1 for n, prompt in enumerate(order[:2 * size])}
-    parts, seen = [[], [], []], set()
-    for place, prompt in enumerate(prompts):
-        if prompt not in number or prompt not in seen:
-            parts[number.get(prompt, 0)].append(place)
-        seen.add(prompt)
-    return parts
+    place = {prompt: n for n, prompt in reversed([*enumerate(prompts)])}  # its first row
+    order = sorted(place)
+    size = min(PART, len(order) // 2)
+    return [sorted(place[prompt] for prompt in order[start:start + size]) for start in (0, size)]
 
 
 # --- search ---------------------------------------------------------------------------------------
@@ -338,8 +334,8 @@ def gate(calibrate, check, present=None):
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
-        return closed | {"rows": 0, "why": "too few rows to try it on (trusted answers of at most "
-                         f"{CLOSED} tokens; for search, suspect rows)"}
+        return closed | {"rows": 0, "why": f"too few rows to try it on (held-out trusted answers "
+                         f"of at most {CLOSED} tokens; for search, suspect rows)"}
     (margins, right, spared), threshold = check, threshold_of(*calibrate, present)
     all_right, tried = tally(margins, right, -math.inf, present)
     report = {"rows": len(right), "right": all_right / tried}
@@ -440,7 +436,8 @@ def decision(row, ways, way, gates):
 # --- a run ----------------------------------------------------------------------------------------
 
 def split_trusted(run):
-    """The trusted rows of a planned run cut into parts: run.upper keeps those to train on."""
+    """The rows that calibrate and gate a planned run: run.trusted for search, run.fresh for what is
+    written."""
     name, rows = f"--refine {run.args.refine}", run.levels.upper
     if run.args.upper_loss == "dpo":
         raise UserError(f"{name}: trusted answers say which new ones are right; with preference "
@@ -448,16 +445,18 @@ def split_trusted(run):
     if run.args.num_answers > 1:
         raise UserError(f"--num-answers {run.args.num_answers}: {name} writes one answer, the "
                         "likeliest")
-    parts = trusted_parts(rows["prompt_hash"][:])
-    if len(parts[1]) < ENOUGH:
+    run.trusted, run.fresh = ({
+        part: own.select(places) for part, places in zip(
+            ("calibrate", "gate"), trusted_parts(own["prompt_hash"][:]), strict=True)}
+        for own in (rows, run.levels.upper_heldout))
+    count = len(run.trusted["gate"])
+    if count < ENOUGH:
         raise UserError(f"{name}: {len(rows)} trusted rows of {len(set(rows['prompt_hash'][:]))} "
-                        "different questions; calibration and gate take a quarter of the questions "
-                        f"each, at least {ENOUGH}: give {4 * ENOUGH} or more, or use --refine drop")
-    train, *others = (rows.select(places) for places in parts)
-    run.upper, run.trusted = tokens_only(train), dict(zip(("calibrate", "gate"), others,
-                                                          strict=True))
-    print(f"trusted rows: {len(train)} train, {len(others[0])} calibrate what is accepted, "
-          f"{len(others[1])} are its gate")
+                        "different questions; calibration and gate take half of the questions "
+                        f"each, at least {ENOUGH}: give {2 * ENOUGH} or more, or use --refine drop")
+    fresh = len(run.fresh["gate"])
+    print(f"trusted rows: all {len(rows)} train; {count} calibrate what is found, {count} are its "
+          f"gate; held out: {fresh} calibrate what is written, {fresh} are its gate")
 
 
 def prepare(run, sampling):
@@ -514,7 +513,7 @@ def open_gates(run, sampling, wanted=()):
     gates = {"search": gate(searched["calibrate"], searched["gate"], searched["present"])}
     parts = {name: [row for row in as_rows(part, run.ends)
                     if len(row["prompt"]) + 2 * CLOSED <= run.context]
-             for name, part in run.trusted.items()}
+             for name, part in run.fresh.items()}
     for way in ("continue", "generate"):
         gates[way] = gate(*(trial_written(run.model, parts[name], way, sampling, run.text_of,
                                           run.args.seed)

@@ -10,8 +10,6 @@ Every arm masks rows by the same rule. What stands in for them differs:
                     refresh the bad ones train
     accept          answers found in the file that trusted rows vouch for: accept.py
     random          as many found answers, accepted at random
-    drop, same      nothing, and trusted rows that train are those that train under accept: the
-                    others are what accept pays for its calibration
     right answers   the ceiling: all bad rows had their right answers from the start
 
 Masked are the bad rows and no others, from step 0 on. Text: of --rows good rows half or 80 % are
@@ -29,7 +27,7 @@ import torch
 import batches
 import models
 import utils
-from accept import same, trusted_parts
+from accept import same
 from data import sets
 from data.tokens import load_rows
 from evaluation.losses import load_trained
@@ -62,14 +60,6 @@ OWN = {"answers_generated": "answers", "precision": "of the rewritten right",
 
 # --- rows -----------------------------------------------------------------------------------------
 
-def trusted_to_train(folder, tokenizer, max_length):
-    """The rows of upper.jsonl that train under accept, as a file of their own, train.jsonl."""
-    rows, _ = load_rows(str(folder / "upper.jsonl"), tokenizer, max_length=max_length)
-    wanted = [rows["row_id"][place] for place in trusted_parts(rows["prompt_hash"][:])[0]]
-    all_rows = utils.read_jsonl(folder / "upper.jsonl")
-    utils.write_jsonl(folder / "train.jsonl", (all_rows[row_id] for row_id in wanted))
-
-
 def write_mask(folder, tokenizer, max_length):
     """mask.jsonl: a ranking of lower.jsonl that keeps its good rows."""
     rows, _ = load_rows(str(folder / "lower.jsonl"), tokenizer, max_length=max_length)
@@ -83,7 +73,6 @@ def toy_rows(folder, seed, noise):
     """Writes the rows of a toy setting."""
     write_toy_rows(folder, seed, f"--noise {noise}")
     tokenizer = models.load_tokenizer(str(corpus.MODEL))
-    trusted_to_train(folder, tokenizer, 128)
     write_mask(folder, tokenizer, 128)
     utils.write_jsonl(folder / "right.jsonl", (
         row | {"response": row["answer"]} for row in utils.read_jsonl(folder / "lower.jsonl")))
@@ -126,7 +115,6 @@ def text_rows(folder, seed, share, args, given):
                        ("upper_heldout", read(given["--upper-heldout"], HELD_OUT)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
         utils.write_jsonl(folder / f"{name}.jsonl", rows)
-    trusted_to_train(folder, tokenizer, length)
     write_mask(folder, tokenizer, length)
 
 
@@ -145,7 +133,6 @@ def flags_of(words):
 SHORT = "--max-new-tokens 1"  # where no new answer is read, the last pass need not write long ones
 ARMS = {"drop": f"--refine drop {SHORT}", "generate": "--refine generate",
         "accept": "--refine accept", "random": "--refine random",
-        "drop, same": f"--refine drop {SHORT}",
         "right answers": f"--refine original --mask static {SHORT}"}
 
 
@@ -165,8 +152,7 @@ def arms_of(args, name, seed):
         given |= {f"--{part.replace('_', '-')}": str(rows / f"{part}.jsonl")
                   for part in ("lower", "upper", "upper_heldout", "lower_heldout")}
         common = [*(word for pair in given.items() for word in pair), *words_of(TEXT)]
-    other = {"drop, same": ["--upper", str(rows / "train.jsonl")],
-             "right answers": ["--lower", str(rows / "right.jsonl")]}
+    other = {"right answers": ["--lower", str(rows / "right.jsonl")]}
     runs = {}
     for arm, flags in ARMS.items():
         out = folder / slug(arm) / f"seed-{seed}"
@@ -212,7 +198,7 @@ def refine_table(args):
          f"{name}: {than}", key)
         for name in names for key in ("upper_heldout", "lower_heldout", "tempered")
         for first, than in (
-            ("right answers", "drop"), ("accept", "drop"), ("accept", "drop, same"),
+            ("right answers", "drop"), ("accept", "drop"),
             ("accept", "random"), ("accept", "generate"), ("generate", "drop"))], results)
     if claims:
         print_claims(claims, "loss")

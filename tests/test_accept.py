@@ -59,20 +59,18 @@ def tuned(folders, adapters):
 
 # --- parts of the trusted rows --------------------------------------------------------------------
 
-@pytest.mark.parametrize(("prompts", "sizes"), [(40, (20, 10, 10)), (43, (23, 10, 10)),
-                                                (400, (280, 60, 60)), (1000, (880, 60, 60))])
-def test_trusted_parts_are_disjoint(prompts, sizes):
-    """A quarter each, at most PART, in any order of the file; no prompt is in two parts, and one
-    that is not trained on counts once."""
+@pytest.mark.parametrize(("prompts", "size"), [(2, 1), (43, 21), (120, 60), (1000, 60)])
+def test_trusted_parts_are_disjoint(prompts, size):
+    """Half each, at most PART, in any order of the file; no prompt is in both, and one whose rows
+    are several counts once, by its first."""
     names = [f"prompt {n}" for n in range(prompts)]
     parts = accept.trusted_parts(names)
-    assert tuple(map(len, parts)) == sizes
-    assert sorted(itertools.chain(*parts)) == list(range(prompts))
+    assert [*map(len, parts)] == [size] * 2 and not {*parts[0]} & {*parts[1]}
+    assert {*itertools.chain(*parts)} <= {*range(prompts)}
     doubled = accept.trusted_parts([*names, *names[::-1]])  # every prompt twice
-    of = [{([*names, *names[::-1]])[p] for p in part} for part in doubled]
-    assert of == [{names[p] for p in part} for part in parts]
-    assert not of[0] & of[1] and not of[0] & of[2] and not of[1] & of[2]
-    assert tuple(map(len, doubled)) == (2 * sizes[0], *sizes[1:])
+    assert doubled == parts
+    turned = accept.trusted_parts(names[::-1])
+    assert [{prompts - 1 - p for p in part} for part in turned] == [{*part} for part in parts]
 
 
 # --- search ---------------------------------------------------------------------------------------
@@ -556,10 +554,10 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
 
 
 @pytest.mark.parametrize(("upper", "changes", "line"), [
-    (63, {}, r"--refine accept: 63 trusted rows of 63 different questions; calibration and gate "
-             r"take a quarter of the questions each, at least 16: give 64 or more, or use "
+    (31, {}, r"--refine accept: 31 trusted rows of 31 different questions; calibration and gate "
+             r"take half of the questions each, at least 16: give 32 or more, or use "
              r"--refine drop"),
-    (63, {"refine": "random"}, r"--refine random: 63 trusted rows"),
+    (31, {"refine": "random"}, r"--refine random: 31 trusted rows"),
     (80, {"upper_limit": 20}, r"--refine accept: 20 trusted rows of 20 different"),
     (80, {"ratio_masked": 0.01}, r"--ratio-masked 0.01: masks none of 12 rows"),
     (80, {"num_answers": 5}, r"--num-answers 5: --refine accept writes one answer, the likeliest"),
@@ -585,7 +583,8 @@ def test_the_plan_says_what_the_trusted_rows_are_for(online, files):
     paths = files(upper=70)
     write_rows(paths["upper"], 2 * read_rows(paths["upper"]))
     run = online(paths, refine="accept", dry_run=True)
-    assert "trusted rows: 72 train, 17 calibrate what is accepted, 17 are its gate" in run.text
+    assert ("trusted rows: all 140 train; 35 calibrate what is found, 35 are its gate; held out: "
+            "2 calibrate what is written, 2 are its gate") in run.text
     assert not run.out.exists()
 
 
@@ -609,16 +608,19 @@ def read_by(monkeypatch):
 
 
 def test_who_reads_which_trusted_rows(online, files, mask_of, monkeypatch):
-    """Steps read the train part alone; trials the two others; of the held-out rows only their loss
-    is read, nothing is asked of them and none is searched for."""
-    paths = files(lower=12, upper=120, heldout=30)
+    """Steps read trusted rows, and no held-out one. What the frozen base decides is tried on two
+    parts of the trusted rows, what the trained model does on two parts of the held-out rows."""
+    paths = files(lower=12, upper=130, heldout=130)
     tokenizer = make_tokenizer()
     prompts = {name: [tuple(tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"])
                       for row in read_rows(paths[name])] for name in paths}
-    parts = dict(zip(("train", "calibrate", "gate"), accept.trusted_parts(
-        [content_hash(row["prompt"]) for row in read_rows(paths["upper"])]), strict=True))
-    names = {prompts["upper"][p]: name for name, part in parts.items() for p in part}
-    names |= dict.fromkeys(prompts["heldout"], "heldout")
+    names = {}
+    for level in ("upper", "heldout"):
+        names |= dict.fromkeys(prompts[level], f"{level}, other")
+        names |= {prompts[level][p]: f"{level}, {name}" for name, part in zip(
+            ("calibrate", "gate"), accept.trusted_parts(
+                [content_hash(row["prompt"]) for row in read_rows(paths[level])]), strict=True)
+            for p in part}
     seen, by = read_by(monkeypatch), {}
 
     def recorded(module, function):
@@ -639,9 +641,12 @@ def test_who_reads_which_trusted_rows(online, files, mask_of, monkeypatch):
         recorded(module, function)
     online(paths, refine="accept", batch=6, epochs=4, k_gen=3,
            mask=mask_of(read_rows(paths["lower"]), lambda n: n % 2 > 0))
-    assert by == {"descend": {"train"}, "search_once": {"calibrate", "gate"},
-                  "open_gates": {"calibrate", "gate"}, "attempts": set(),
-                  "rewrite": {"calibrate", "gate"}, "held_out_metrics": {"heldout"}}
+    every = {level: {f"{level}, {name}" for name in ("calibrate", "gate", "other")}
+             for level in ("upper", "heldout")}
+    trials = {level: own - {f"{level}, other"} for level, own in every.items()}
+    assert by == {"descend": every["upper"], "search_once": trials["upper"],
+                  "open_gates": trials["heldout"], "attempts": set(),
+                  "rewrite": trials["heldout"], "held_out_metrics": every["heldout"]}
 
 
 def test_no_answer_is_put_where_it_has_no_room(online, files, mask_of, monkeypatch, tmp_path):

@@ -187,7 +187,7 @@ def accepting(monkeypatch, files, tmp_path):
                 for way, own in measure(run, sampling, wanted).items()}
 
     monkeypatch.setattr(accept, "open_gates", open_gates)
-    paths = files(lower=24, upper=80, longest=2)
+    paths = files(lower=24, upper=80, heldout=80, longest=2)
     rows = read_rows(paths["lower"])
     mask = [{"row_id": n, "hash": content_hash(row["prompt"], row["response"]), "rank": n + 1,
              "kept": n % 2 > 0} for n, row in enumerate(rows)]
@@ -275,8 +275,8 @@ def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting,
 
 @pytest.mark.parametrize("change", ["mask", "upper"])
 def test_other_rows_are_not_resumed(online, accepting, die_in, refused, change):
-    """The mask's file with other rows in it; a trusted row that the run does not train on. In a
-    line that fits a screen (the path of the run folder aside)."""
+    """The mask's file with other rows in it; another trusted row. In a line that fits a screen (the
+    path of the run folder aside)."""
     paths, options = accepting
     die_in(metrics, "log_metrics", 3)
     with pytest.raises(Killed):
@@ -288,7 +288,7 @@ def test_other_rows_are_not_resumed(online, accepting, die_in, refused, change):
         rows[4]["kept"] = True
     else:
         said = "cannot resume: data upper was"
-        gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[2]
+        gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[1]
         rows[gate[0]]["response"] = "another answer"
     write_rows((paths | options)[change], rows)
     line = refused(lambda: online(paths, **options, resume=True))
