@@ -9,7 +9,7 @@
     python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
     python eval.py answers RUN [RUN ...] --prompt TEXT  base and runs answer side by side
     python eval.py winrate generate|judge|rate ...      win rate against a reference
-    python eval.py audit RANKING --rows FILE            are the flagged rows bad? you judge 60
+    python eval.py audit RANKING --rows SOURCE          are the flagged rows bad? you judge 60
     python eval.py tensorboard RUN                      the metrics as event files
 """
 
@@ -71,7 +71,8 @@ def parse_args(argv=None):
     text = "judge flagged and other rows without knowing which: precision and missed share"
     add = commands.add_parser("audit", help=text, description=text).add_argument
     add("ranking", metavar="RANKING", help="file with reason or kept in its rows")
-    add("--rows", help="the jsonl file that was ranked (default: texts of the ranking itself)")
+    add("--rows", help="what was ranked: file, folder or hub name (default: the ranking's texts)")
+    add("--lower-columns", help="names of its columns, as they were named when it was ranked")
     add("--count", type=int, default=30, help="flagged rows, and as many others (30)")
     add("--seed", type=int, default=0)
     add("--verdicts", help="file of verdicts instead of asking")

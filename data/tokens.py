@@ -309,7 +309,7 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
-        given, row = row, _rename(row, columns, place) if columns else row
+        given, row = row, renamed(row, columns, place) if columns else row
         report["layout"] = report["layout"] or find_layout(row, place)
         source = row_messages(row, report["layout"], side, place)
         messages = clean_messages(source, end_markers)
@@ -337,7 +337,8 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
                "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
 
-def _rename(row, columns, place):
+def renamed(row, columns, place):
+    """A source's row with our names for its columns; columns: of `parse_columns`, not empty."""
     for ours, theirs in columns.items():
         if theirs not in row:
             raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '

@@ -1,6 +1,6 @@
 """Is a flagged row really bad? A person judges rows in random order, without knowing which are.
 
-    python eval.py audit RANKING [--rows FILE] [--verdicts FILE] [--page PAGE.html]
+    python eval.py audit RANKING [--rows SOURCE] [--verdicts FILE] [--page PAGE.html]
 
 30 flagged and 30 other rows are drawn by a seed. The share of the flagged ones that the person
 calls bad is the precision; the share of the others is what was missed. Both with exact intervals
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import utils
 from accept import upper_bound
-from data.layouts import clean_messages, find_layout, row_messages, transcript
-from data.tokens import ENDOFTEXT
+from data.layouts import clean_messages, find_layout, parse_columns, row_messages, transcript
+from data.sources import find_parts, read_part
+from data.tokens import ENDOFTEXT, renamed
 from evaluation.runs import (
     TEXT,
     WHOLE,
@@ -62,10 +63,11 @@ def drawn_rows(path, count, seed):
     return drawn, sum(flagged), len(rows)
 
 
-def texts_of(rows, source, path):
-    """{row_id: (prompt, response)} of these rows, from a jsonl file of the data set or the ranking.
+def texts_of(rows, source, path, columns=None):
+    """{row_id: (prompt, response)} of these rows, from the data set or the ranking.
 
-    source: None for the ranking itself, as a curated.jsonl holds its texts.
+    source: file, folder or hub name, None for the ranking itself, as a curated.jsonl holds its
+    texts; columns: names of its columns where they are unknown ones, as `parse_columns` takes them.
     """
     wanted, found = {row["row_id"]: row["hash"] for row in rows}, {}
     if source is None:
@@ -75,18 +77,21 @@ def texts_of(rows, source, path):
                     raise UserError(f"{place}: holds no texts; name the ranked rows with --rows")
                 found[row["row_id"]] = row["prompt"], row["response"]
         return found
-    for number, (place, row) in enumerate(each_line(source)):
+    columns = parse_columns(columns)
+    every = (row for part in find_parts(source) for row in read_part(part, source))
+    for number, (place, row) in enumerate(every):
         if number in wanted:
             check_entry(place, row, {})
+            row = renamed(row, columns, place) if columns else row
             messages = row_messages(row, find_layout(row, place), "chosen", place)
             *before, last = clean_messages(messages, (ENDOFTEXT,)) or [{"content": ""}]
             found[number] = transcript(before), last["content"]
             if content_hash(*found[number]) != wanted[number]:
-                raise UserError(f"{place}: another text than row_id {number} of {path}; is it the "
-                                "file that was ranked?")
+                raise UserError(f"{place}: another text than row_id {number} of {path}; are these "
+                                "the rows that were ranked?")
     if missing := wanted.keys() - found.keys():
-        raise UserError(f"{source}: no row_id {min(missing)}, which {path} names; is it the file "
-                        "that was ranked?")
+        raise UserError(f"{source}: no row_id {min(missing)}, which {path} names; are these the "
+                        "rows that were ranked?")
     return found
 
 
@@ -170,10 +175,10 @@ def run_audit(args):
     """Draw, ask, print; with --page alone only the page is written."""
     if args.count < 1:
         raise UserError(f"--count {args.count}: must be 1 or more")
-    source = Path(args.rows) if args.rows else None
     rows, num_flagged, num_rows = drawn_rows(args.ranking, args.count, args.seed)
     texts = {key: tuple(whole_texts({"p": p, "r": r}).values())
-             for key, (p, r) in texts_of(rows, source, args.ranking).items()}
+             for key, (p, r) in texts_of(rows, args.rows, args.ranking,
+                                              args.lower_columns).items()}
     inputs = [path for path in (args.ranking, args.rows, args.verdicts) if path]
     if args.page:
         check_output(args.page, *inputs, Path(args.ranking).parent)

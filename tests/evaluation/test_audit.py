@@ -1,5 +1,6 @@
 """Judging flagged rows by hand: exact intervals, scripted verdicts, the page."""
 
+import csv
 import io
 import json
 import math
@@ -112,6 +113,23 @@ def test_kept_stands_in_for_a_reason_and_texts_may_be_in_the_ranking(tmp_path):
     rows, flagged, _ = audit.drawn_rows(path, 30, 0)
     assert flagged == 2 and len(rows) == 6
     assert audit.texts_of(rows, None, path)[5] == ("p", "r")
+
+
+def test_any_source_that_was_ranked_is_read(files, refused, tmp_path):
+    """Files of other kinds, with columns of other names; a folder."""
+    table, frame = read_rows(files[1]), tmp_path / "parts" / "train.csv"
+    frame.parent.mkdir()
+    with open(frame, "w", newline="") as file:
+        csv.writer(file).writerows(
+            [["q", "id", "a"], *([row["prompt"], 7, row["response"]] for row in table)])
+    rows, *_ = audit.drawn_rows(files[0], 8, 0)
+    expected = audit.texts_of(rows, files[1], "ranking")
+    for source in (frame, frame.parent):
+        assert audit.texts_of(rows, str(source), "ranking", "prompt=q,response=a") == expected
+    words = ["audit", str(files[0]), "--rows", str(frame)]
+    assert "unknown layout" in refused(lambda: front.main(words))
+    assert 'no column "x"' in refused(lambda: front.main(
+        [*words, "--lower-columns", "prompt=x,response=a"]))
 
 
 def test_bad_input(files, refused, tmp_path, monkeypatch):
