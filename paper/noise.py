@@ -48,6 +48,7 @@ MIXED = {"swapped, shuffled, cut": ("swapped", "shuffled", "cut middle"),
          "all kinds": tuple(faults.KINDS)}
 HALVES = ("develop", "report")
 RESAMPLES = 200
+FEWEST = 10  # rows of a half that can have every fault
 
 
 # --- rows and their numbers -----------------------------------------------------------------------
@@ -317,6 +318,13 @@ def measure(args, given, folder):
     good, donors = good_and_donors(levels.lower, args.rows, given.seed)
     rows = {"clean": list(enumerate(good))} | {
         kind: faulty_rows(kind, good, donors, given.seed) for kind in faults.KINDS}
+    every = set.intersection(*({place for place, _ in own} for own in rows.values()))
+    few = min(sum(place % 2 == half for place in every) for half in range(len(HALVES)))
+    if few < FEWEST:
+        rarest = min(rows, key=lambda kind: len(rows[kind]))
+        raise UserError(f"noise: {few} rows of one half can have every fault, fewer than {FEWEST}; "
+                        f"{len(rows[rarest])} of {len(good)} rows can be {rarest}: give others, or "
+                        "more --rows")
     if trusted := trusted_rows(levels):
         rows["trusted"] = list(enumerate(trusted))
     names = {kind: kind.replace(" ", "_") for kind in rows}

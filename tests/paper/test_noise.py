@@ -101,6 +101,10 @@ def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", tiny]))
     assert "--rows -5: 20 or more" in refused(lambda: main(["noise", "--rows", "-5"]))
     assert "name the rows" in refused(lambda: main(["noise"]))
+    words = tiny.replace("good.jsonl", str(write_rows("short.jsonl", [
+        row | {"response": "a b c"} for row in make_rows(90, 1)])))
+    assert "0 of 40 rows can be cut middle: give others" in refused(lambda: main(
+        ["noise", "--name", "none", "--rows", "40", "--data", words]))
 
 
 def test_a_killed_table_goes_on_and_a_finished_one_stays(tiny, tmp_path, monkeypatch, refused):
