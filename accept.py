@@ -6,7 +6,8 @@ something outside the answer decides here: rows that are trusted, and other rows
 Three ways to an answer, and a margin of each:
 
     search     its own answer may stand behind another question. Of the answers of all suspect rows
-               the SHORTLIST that share most words with the question, then the largest
+               (of another question, unclear, or masked by a file and not cut) the SHORTLIST that
+               share most words with the question, then the largest
                s(y) = sum_t (log p(y_t | x) - log p(y_t | blank)) / sqrt(T) under the frozen base.
                margin: s(found) - max(s(original), s(runner-up))
     continue   a cut answer goes on, greedily.      margin: mean log-prob of the new tokens
@@ -15,16 +16,17 @@ Three ways to an answer, and a margin of each:
 Trusted rows say which margins to believe, because their right answers are known. The model that
 gives the margins must not have trained on them. `search` asks the frozen base, which trained on
 none: its trials are trusted rows that train like all others. The other two ask the trained model:
-theirs are held-out rows, which no step reads. Two disjoint parts, each of at most PART questions:
-    calibrate  asks each way for a row with a bad original made on purpose (the answer of another
-               row, or its own cut short). The threshold is the smallest margin from which on
-               PRECISION of the new answers are right and at most FALSE of the good originals would
-               be replaced.
+theirs are held-out rows, which no step reads. Trusted and held-out rows are each cut into two
+disjoint parts of at most PART questions:
+    calibrate  tries each way where the right answer is known: search with the answer of another
+               row as the bad original, continue with the row's own cut short. The threshold is the
+               smallest margin from which on PRECISION of the new answers are right and at most
+               FALSE of the good originals would be replaced.
     gate       measures with other rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
-Precision here is (right + 1) / (accepted + 2), never quite 0 or 1. A found answer trains with that
-of the gate as its weight, a cut answer as far as it goes, without an end token. Any other row is
-dropped: what the model wrote itself teaches it nothing, and its errors are repeated every epoch
+Both count (right + 1) / (accepted + 2), never quite 0 or 1. A found answer trains with that of the
+gate as its weight, a cut answer as far as it goes, without an end token. Any other row is dropped:
+what the model wrote itself teaches it nothing, and its errors are repeated every epoch
 (docs/tried.md). Such answers are written at the end, for the curated set.
 
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
@@ -59,7 +61,7 @@ PART = 60  # trusted questions to calibrate with, and as many for the gate: 0 of
 CLOSED = 32  # tokens, the end included
 ENOUGH = 16  # rows on which a way must have been tried
 NEVER = -1e30  # the margin of what is no answer at all; below every threshold
-# The ways of a row by the reason why it looks bad (detect.py). Any row may be answered anew.
+# The ways of a row by the reason why it looks bad (detect.py); of any other reason: generate.
 REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
            "unclear": ("search", "generate")}
 
@@ -330,7 +332,7 @@ def gate(calibrate, check, present=None):
     A trial is None for too few rows; present: see `tally`. threshold and weight are None when the
     way is closed. Of the gate's rows: precision, coverage of what is accepted; right: the share if
     all were taken; false, false_bound: of good originals replaced, and its one-sided 95 % bound;
-    rows: tried.
+    rows: trials; search has two a row.
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
@@ -445,16 +447,13 @@ def split_trusted(run):
     if run.args.num_answers > 1:
         raise UserError(f"--num-answers {run.args.num_answers}: {name} writes one answer, the "
                         "likeliest")
-    run.trusted, run.fresh = ({
-        part: own.select(places) for part, places in zip(
-            ("calibrate", "gate"), trusted_parts(own["prompt_hash"][:]), strict=True)}
-        for own in (rows, run.levels.upper_heldout))
-    count = len(run.trusted["gate"])
+    run.trusted, run.fresh = ([own.select(places) for places in trusted_parts(
+        own["prompt_hash"][:])] for own in (rows, run.levels.upper_heldout))
+    count, fresh = len(run.trusted[0]), len(run.fresh[0])
     if count < ENOUGH:
         raise UserError(f"{name}: {len(rows)} trusted rows of {len(set(rows['prompt_hash'][:]))} "
                         "different questions; calibration and gate take half of the questions "
                         f"each, at least {ENOUGH}: give {2 * ENOUGH} or more, or use --refine drop")
-    fresh = len(run.fresh["gate"])
     print(f"trusted rows: all {len(rows)} train; {count} calibrate what is found, {count} are its "
           f"gate; held out: {fresh} calibrate what is written, {fresh} are its gate")
 
@@ -476,19 +475,19 @@ def search_once(run, suspects):
     """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
 
     suspects: places of lower rows that may have another question's answer. Returns {"found":
-    {row_id: {"tokens", "source", "margin"}}, "calibrate", "gate": trials, "present": of
+    {row_id: {"tokens", "source", "margin"}}, "trials": of calibrate and gate, "present": of
     `share_present`}; the run folder keeps it.
     """
     def read(file):
         saved = json.loads(file.read_text())
-        return {key: saved[key] for key in ("present", *run.trusted)} | {
-            "found": {int(row_id): own for row_id, own in saved["found"].items()}}
+        return {"trials": [*saved["trials"]], "present": saved["present"],
+                "found": {int(row_id): own for row_id, own in saved["found"].items()}}
 
     saved = folder.read_once(run.out / "search.json", read)
     if saved is not None:
         return saved
     rows, *trusted = ([row for row in as_rows(part, run.ends) if row["body"]] for part in (
-        [run.levels.lower[p] for p in suspects], *run.trusted.values()))
+        [run.levels.lower[p] for p in suspects], *run.trusted))
     pool, blank = different(rows), blank_prompt(run.levels.lower)
     found = {}
     for row, (place, margin) in zip(rows, search(run.model, rows, pool, blank, run.context),
@@ -496,13 +495,12 @@ def search_once(run, suspects):
         if place is not None:
             found[row["row_id"]] = {"tokens": pool[place]["body"] + pool[place]["end"],
                                     "source": pool[place]["row_id"], "margin": margin}
-    saved = {"found": found} | {
-        name: trial_search(run.model, part, pool, blank, run.context)
-        if len(part) >= ENOUGH and pool else None
-        for name, part in zip(run.trusted, trusted, strict=True)}
+    trials = [trial_search(run.model, part, pool, blank, run.context)
+              if len(part) >= ENOUGH and pool else None for part in trusted]
     margins = [own["margin"] for own in found.values()] + [NEVER] * (len(rows) - len(found))
-    trial = saved["calibrate"]
-    saved["present"] = trial and share_present(margins, trial[0][::2], trial[0][1::2])
+    first = trials[0]
+    saved = {"found": found, "trials": trials, "present": first and share_present(
+        margins, first[0][::2], first[0][1::2])}
     folder.write_once(run.out / "search.json", json.dumps(saved) + "\n")
     return saved
 
@@ -510,14 +508,14 @@ def search_once(run, suspects):
 def open_gates(run, sampling, wanted=()):
     """{way: `gate`} under the model of now; a way to write that is not wanted is closed."""
     searched = run.searched
-    gates = {"search": gate(searched["calibrate"], searched["gate"], searched["present"])}
-    parts = {name: [row for row in as_rows(part, run.ends)
-                    if len(row["prompt"]) + 2 * CLOSED <= run.context]
-             for name, part in run.fresh.items()}
+    gates = {"search": gate(*searched["trials"], searched["present"])}
+    parts = [[row for row in as_rows(part, run.ends)
+              if len(row["prompt"]) + 2 * CLOSED <= run.context] if wanted else ()
+             for part in run.fresh]
     for way in ("continue", "generate"):
-        gates[way] = gate(*(trial_written(run.model, parts[name], way, sampling, run.text_of,
-                                          run.args.seed)
-                            if way in wanted else None for name in ("calibrate", "gate")))
+        gates[way] = gate(*(trial_written(run.model, part, way, sampling, run.text_of,
+                                          run.args.seed) if way in wanted else None
+                            for part in parts))
     return gates
 
 

@@ -160,13 +160,13 @@ def token_groups(rows, indices, label=None):
         yield group
 
 
-def own_groups(model, rows, indices, label=None):
-    """This process's share of the rows at `indices`: (their places in `indices`, list of rows).
+def own_groups(model, rows, label=None):
+    """This process's share of the rows: (their places, list of rows).
 
     Every world_size()-th row. A sharded model also gets rows that count for nothing (no places),
     while other processes have more.
     """
-    indices = indices[rank()::world_size()]
+    indices = range(len(rows))[rank()::world_size()]
     start, groups = 0, token_groups(tokens_only(rows), indices, label)
     for group in in_step(groups, is_sharded(model)):
         count = len(group or ())
@@ -176,20 +176,18 @@ def own_groups(model, rows, indices, label=None):
 
 
 @torch.no_grad()
-def row_losses(model, rows, indices=None, label=None, greedy=False):
+def row_losses(model, rows, label=None, greedy=False):
     """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
 
-    rows: a data set of tokenised rows, indices: which of them, in order (None: all).
-    label: text of a progress bar, None for none. The work is split over all processes; each
-    returns (losses (n,), lengths (n,)) of all rows, on the CPU; with greedy also (n,) int64, 1
-    where greedy decoding writes the whole response, end token included. No generation needed:
-    that is so when every token is the likeliest one after the true ones before it.
+    rows: a data set of tokenised rows; label: text of a progress bar, None for none. All processes
+    share the work; each returns (losses (n,), lengths (n,)) of all rows, on the CPU; with greedy
+    also (n,) int64, 1 where greedy decoding writes the whole response, end token included. No
+    generation needed: that is so when every token is the likeliest one after the true ones.
     """
-    indices = range(len(rows)) if indices is None else [int(i) for i in indices]
-    losses = torch.zeros(len(indices), dtype=torch.float64 if model.dtype == torch.float64
+    losses = torch.zeros(len(rows), dtype=torch.float64 if model.dtype == torch.float64
                          else torch.float32)
-    counted = torch.zeros(2 if greedy else 1, len(indices), dtype=torch.int64)
-    for places, group in own_groups(model, rows, indices, label):
+    counted = torch.zeros(2 if greedy else 1, len(rows), dtype=torch.int64)
+    for places, group in own_groups(model, rows, label):
         logps, *counts = sequence_logprobs(model, pack(group, model.device), greedy=greedy)
         losses[places] = (-logps / counts[0]).cpu()[:len(places)]
         counted[:, places] = torch.stack(counts).cpu()[:, :len(places)]

@@ -60,6 +60,7 @@ from array import array
 
 import torch
 
+DETECTORS = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
 TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
 LEAST = 20            # rows of a null with a tail; fewer trusted rows are no null
 BAND = 80             # null rows in a band of answer length, at least
@@ -250,15 +251,6 @@ def fixed_surprise(values, start, scale):
     return torch.where(values > start, -math.log(TAIL) + (values - start) / scale, 0.0)
 
 
-def knows_ends(ends, cut):
-    """AUROC of E on complete rows (n,) against rows cut at random (m,): ties count one half."""
-    ends, cut = ends[~ends.isnan()].sort().values, cut[~cut.isnan()]
-    if not len(ends) or not len(cut):
-        return 0.0
-    below = torch.searchsorted(ends, cut) + torch.searchsorted(ends, cut, right=True)
-    return float(below.double().mean() / 2 / len(ends))
-
-
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
@@ -266,8 +258,7 @@ def surprises(found, trusted=None, made=None, names=None):
     copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
     values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
-    known = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
-    names = names or [name for name in known if name in found or name == "echo"]
+    names = names or [name for name in DETECTORS if name in found or name == "echo"]
     surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
                   for name in names if name in SCALES}
     usual = torch.ones(len(found["length"]), dtype=torch.bool)

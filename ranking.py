@@ -29,7 +29,6 @@ REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "g
            "echo": "copying the question", "guidance": "against the trusted rows",
            "duplicate": "repeating another row", "conflict": "in conflict with another answer",
            "unclear": "for no clear reason", "turn": "going on with another turn"}
-DETECTORS = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
 EVIDENCE = ("end", "relevance", "fluency", "slip", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
@@ -236,11 +235,11 @@ def row_evidence(model, rows, ends, blank, label=None):
 
     ends: token ids that end a turn; blank: tokens of the blank prompt. The names are those of
     detect.py, all of the row's last turn: end (NaN where the row has no end token), relevance,
-    fluency, repetition, copied, news, length (tokens of the answer); and loss, the mean over all
-    trained tokens. The rows are shared by all processes; each returns all of them.
+    fluency, slip, repetition, copied, news, length (tokens of the answer); and loss, the mean over
+    all trained tokens. The rows are shared by all processes; each returns all of them.
     """
     found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
-    for places, group in own_groups(model, rows, range(len(rows)), label):
+    for places, group in own_groups(model, rows, label):
         turns = last_turns(model, group, ends)
         # An empty answer, an end token alone, still needs a token to be a row.
         behind = last_turns(model, [answer_row(blank, answer or prompt[:1])
@@ -324,8 +323,9 @@ def verdicts(found, trusted, made, text_reasons=()):
     Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
     of theirs, which a row takes that its text alone flags.
     """
-    names, notes = [name for name in DETECTORS if name in found or name == "echo"], []
-    known = detect.knows_ends(found["end"], made.get("end", found["end"][:0]))
+    names, notes = [name for name in detect.DETECTORS if name in found or name == "echo"], []
+    ends, cut = (x[~x.isnan()] for x in (found["end"], made.get("end", found["end"][:0])))
+    known = auroc(-torch.cat([ends, cut]), torch.arange(len(ends) + len(cut)) >= len(ends)) or 0.0
     if known < detect.KNOWS_ENDS:
         names.remove("end")
         notes.append("the model does not know where answers end (AUROC of rows cut at random "
@@ -379,7 +379,7 @@ def first_logits(tests):
 def columns_of_tests(tests, places):
     """Columns of a ranking for the rows at `places`: reason and numbers, None where there is none.
 
-    tests: {name: (N,)} of `row_tests`; without a reason (base losses of an older run) no columns.
+    tests: {name: (N,)} of `row_tests`; {} where no row was tested gives no columns.
     """
     if "reason" not in tests:
         return {}
@@ -388,7 +388,7 @@ def columns_of_tests(tests, places):
                        for place in tests["reason"][places].tolist()],
             **{name: [None if math.isnan(value) else value
                       for value in tests[name][places].tolist()]
-               for name in ("surprise", *DETECTORS) if name in tests}}
+               for name in ("surprise", *detect.DETECTORS) if name in tests}}
 
 
 def groups_of(prompt, answer, length):

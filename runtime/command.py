@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from runtime.processes import ProcessLost, first_to_fail, rank, world_size
-from utils import UserError
+from utils import UserError, first_line
 
 # ruff: isort: split
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -27,7 +28,7 @@ class Terminated(BaseException):
 
 
 def run(main, resumes=False):
-    """Call `main()`; bad input or a failing disk is one line on stderr and exit code 2.
+    """Call `main()`; bad input, a failing disk or no memory is one line and exit code 2.
 
     Ctrl-C and SIGTERM end with one line and the exit codes 130 and 143; with `resumes` the line
     holds the command that continues the run. Of several processes the first that fails prints. One
@@ -65,6 +66,11 @@ def run(main, resumes=False):
         sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; {advice}, then run "
                               "the same command again"))
     except (Exception, ProcessLost) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+                "can't allocate memory" in str(error)):  # of the CPU: a plain RuntimeError
+            sys.exit(_print_error(f"out of memory ({first_line(error)}): a smaller --micro-batch "
+                                  "or --max-length, --gradient-checkpointing, or on a GPU "
+                                  "--four-bit"))
         if world_size() > 1:
             _end_without_partner(error)
         raise

@@ -188,15 +188,6 @@ def test_made_faults_tell_how_much_of_a_file_is_bad(share):
     assert 1.2 < torch.quantile(null, 0.9) < 2 and torch.quantile(null, 0.99) > 2.2
 
 
-def test_knows_ends_is_the_auroc():
-    ends, cut = draw(300, 9), draw(80, 10) + 0.5
-    bad = torch.cat([torch.zeros(300), torch.ones(80)]).bool()
-    assert detect.knows_ends(ends, cut) == pytest.approx(
-        ranking.auroc(-torch.cat([ends, cut]), bad))
-    assert detect.knows_ends(torch.tensor([1.0, 1, math.nan]), torch.tensor([1.0])) == 0.5
-    assert detect.knows_ends(torch.tensor([math.nan]), torch.tensor([1.0])) == 0
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 def file_of(count, seed, cut=0, other=0):

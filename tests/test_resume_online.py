@@ -263,8 +263,8 @@ def test_a_damaged_search_is_refused_a_missing_one_made_again(online, accepting,
     die_in()
     file = tmp_path / "run" / "search.json"
     before = file.read_bytes()
-    for damage in ("{", '{"found": {}, "gate": null}',
-                   '{"found": {"x": 1}, "gate": null, "calibrate": null}'):
+    for damage in ("{", '{"found": {}, "present": null}',
+                   '{"found": {"x": 1}, "trials": [null, null], "present": null}'):
         file.write_text(damage)
         line = refused(lambda: online(paths, **options, resume=True))
         assert f"{file}: damaged (" in line and line.endswith("or delete it to have it made again")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import make_rows, read_rows, write_rows
 
-import accept
 import models
 import ranking
 from data.tokens import load_rows
@@ -60,7 +59,7 @@ def test_text_rows_and_their_mask(tmp_path, monkeypatch, good, folders):
     arms = refine.arms_of(args, "50% bad", 2)
     rows = tmp_path / "runs/tried/refine/50-bad/rows/seed-2"
     found = {name: read_rows(rows / f"{name}.jsonl") for name in (
-        "lower", "right", "upper", "train", "lower_heldout", "upper_heldout", "mask")}
+        "lower", "right", "upper", "lower_heldout", "upper_heldout", "mask")}
     assert [len(found[name]) for name in ("lower", "right", "lower_heldout", "upper_heldout")] == [
         40, 40, 12, 12]
     assert not {row["prompt"] for row in found["lower"]} & {
@@ -70,20 +69,15 @@ def test_text_rows_and_their_mask(tmp_path, monkeypatch, good, folders):
     tokenizer = models.load_tokenizer(str(folders["llama"]))
     lower, _ = load_rows(str(rows / "lower.jsonl"), tokenizer, max_length=128)
     assert ranking.rows_not_kept(lower, rows / "mask.jsonl").tolist() == lower["bad"][:]
-    upper, _ = load_rows(str(rows / "upper.jsonl"), tokenizer, max_length=128)
-    train = accept.trusted_parts(upper["prompt_hash"][:])[0]
-    assert found["train"] == [found["upper"][place] for place in train]
-    assert len(found["train"]) == 30
     words = {arm: shlex.split(command) for arm, (_, command) in arms.items()}
     assert list(words) == list(refine.ARMS)
     last = {arm: {flag: own[len(own) - 1 - own[::-1].index(flag) + 1] for flag in (
         "--refine", "--mask", "--lower", "--upper")} for arm, own in words.items()}
     assert last["right answers"]["--lower"].endswith("right.jsonl")
     assert last["right answers"]["--mask"] == "static"
-    assert last["drop, same"]["--upper"].endswith("train.jsonl")
     assert {arm: own["--refine"] for arm, own in last.items()} == {
         "drop": "drop", "generate": "generate", "accept": "accept", "random": "random",
-        "drop, same": "drop", "right answers": "original"}
+        "right answers": "original"}
     for arm in ("drop", "generate", "accept", "random"):
         assert {flag: last[arm][flag][-11:] for flag in ("--mask", "--lower", "--upper")} == {
             "--mask": "/mask.jsonl", "--lower": "lower.jsonl", "--upper": "upper.jsonl"}

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import ROOT, flags, listing, python, read_rows
 from test_resume import assert_equal, last_step
 
@@ -36,6 +37,17 @@ def test_a_disk_that_fails_is_one_line_with_advice(refused, number, advice):
     assert refused(fails_with(number, "runs/a/weights.jsonl")) == (
         f"error: runs/a/weights.jsonl: {expected}")
     assert refused(fails_with(number)) == f"error: a file: {expected}"
+
+
+@pytest.mark.parametrize("made", [
+    lambda: torch.empty(2**58), lambda: bytearray(2**62),
+    lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory.\nmore"))],
+    ids=["torch", "python", "CUDA"])
+def test_no_memory_is_one_line_with_advice(refused, made):
+    line = refused(made)
+    assert line.startswith("error: out of memory (") and "a smaller --micro-batch" in line
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        command.run(lambda: (_ for _ in ()).throw(RuntimeError("size mismatch")))
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE, errno.EIO])
