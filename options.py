@@ -69,7 +69,7 @@ def add_arguments(parser):
     add("--out", default="runs/latest", help="run folder")
     add("--seed", type=int, default=0)
     add("--keep-fraction", type=float, default=0.8, help="share of the lower rows marked kept")
-    add("--skip-scores", action="store_true", help="no passes for each row's base and final loss")
+    add("--skip-scores", action="store_true", help="no final losses of rows, no row tests")
     add("--save-every", type=int, default=200, help="steps between checkpoints")
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
     add("--merge", action="store_true", help="also save the merged model")

@@ -89,10 +89,10 @@ def answer_check(run, values):
             shares = [f"{values[f'gate/{way}_precision']:.0%} ({way})" for way in (
                 "search", "continue", "generate") if values.get(f"accepted/{way}")
                 and values.get(f"gate/{way}_precision") is not None]
-            said = ("of such answers to trusted prompts are right: " + ", ".join(shares) + "."
-                    if shares else "no other row reached a threshold that trusted rows set.")
+            said = ("of trusted questions answered so are right: " + ", ".join(shares) + "."
+                    if shares else "no answer reached a threshold that trusted rows set.")
         checks.append((
-            "info", f"{values['refined/answers']} bottom rows answered anew: "
+            "info", f"{values['refined/answers']} rows answered anew: "
             f"{values.get('refined/refined', 0)} recommended, "
             f"{values.get('refined/undecided', 0)} undecided; {said}"))
     clamped = sum(row.get("ratio_clamped", 0) for row in run.metrics)

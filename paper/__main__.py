@@ -57,7 +57,8 @@ def parse_args(argv=None):
     add = parser.add_argument
     add("--scale", choices=SCALES, help="(toy)")
     add("--seeds", type=int, help="default: demo 1, else 4")
-    add("--name", help="of the folder under runs/ and of the files under results/ (the scale)")
+    add("--name", help="of the folder under runs/ and of the files under results/ "
+        "(demo, text or the scale)")
     add("--lower", help="small: noisy rows, a file or hub name")
     add("--upper", help="small: trusted rows, a file or hub name")
     add("--data", help="arguments of every command: --model, --lower, --upper ...")

@@ -3,7 +3,7 @@
     python -m paper refine                          # the toy at 40, 60 and 80 % bad rows
     python -m paper refine --scale small --data "--model M --lower good.jsonl --upper trusted.jsonl"
 
-Every arm masks rows by the same rule. What stands in for them differs:
+Every arm but the last masks the same rows. What stands in for them differs:
 
     drop            nothing
     generate        the model's own answers, weighted by the ratio: Algorithm 1; up to the first

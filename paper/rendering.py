@@ -12,8 +12,8 @@ words as a shell splits them:
     published            the paper's figures as further columns
     claims               what is claimed about these results, and on how many seeds it was seen
 
-Of noise_NAME one of the words rankings, shares and reasons, of pairs_NAME none: what `python -m
-paper noise` and `pairs` found on the reporting half.
+Of noise_NAME one of the words rankings, shares, flags and reasons, of pairs_NAME none: what
+`python -m paper noise` and `pairs` found on the reporting half.
 
 The line that says what a result was made by is always there. A table has at most five columns,
 the first included, and rows of at most 100 characters.

@@ -719,7 +719,7 @@ def test_a_found_answer_is_the_one_of_its_source(online, files, mask_of, monkeyp
     page = tmp_path / "page.html"
     eval_front.main(["report", str(run.out), "--out", str(page)])
     text = page.read_text()
-    assert "9 recommended, 0 undecided; of such answers to trusted prompts are right: 95%" in text
+    assert "9 recommended, 0 undecided; of trusted questions answered so are right: 95%" in text
     assert "search: margin" in text
 
 
