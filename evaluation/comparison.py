@@ -40,11 +40,9 @@ def set_arguments(run, name):
     args = dict(vars(run.args))
     source = args.get(name)
     if name == "upper_heldout" and not source and args.get("upper"):
-        source = (f"{args.get('heldout_rows') or 'a tenth'} of {args['upper']}, limit "
-                  f"{args.get('upper_limit')}")
+        source = f"a tenth of {args['upper']}, limit {args.get('upper_limit')}"
     if isinstance(source, str) and os.path.exists(source):
         source = os.path.abspath(source)
-    args.setdefault("upper_loss", "sft")  # runs of versions that knew no other
     return source, *(args.get(key) for key in DATA_ARGUMENTS[name])
 
 

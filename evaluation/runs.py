@@ -60,9 +60,9 @@ MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
     **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,
-    **dict.fromkeys(("lower", "upper", "upper_heldout", "lower_heldout", "lower_split",
-                     "upper_split", "lower_columns", "upper_columns", "model", "adapter", "dtype",
-                     "template", "turns", "upper_loss", "cache_dir", "keep"), TEXT)}
+    **dict.fromkeys(("lower", "upper", "upper_heldout", "lower_heldout", "lower_columns",
+                     "upper_columns", "model", "adapter", "dtype", "template", "turns",
+                     "upper_loss", "cache_dir", "keep"), TEXT)}
 RECOMMENDATIONS = ("refined", "undecided", "original")
 
 

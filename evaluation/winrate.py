@@ -15,22 +15,15 @@ reference and 2 the model, and preference lies in [1, 2]: 1 the reference is bet
  2. Answers are cached next to the annotations the moment they arrive, keyed by everything that was
     sent; nothing is paid for twice, after a kill either. What failed is not cached: the next call
     asks for it again, and the win rate says how many pairs are missing.
- 3. The length-controlled win rate needs AlpacaEval's own table (`--gamed df_gamed.csv`): the
-    difficulty of every instruction, fitted on the whole leaderboard, and judgements of its
-    reference with other lengths, which hold the length coefficient in place. Without these two
-    terms the same regression says 19.8 where the leaderboard says 5.9 (alpaca-7b), so no figure is
-    given then. Unlike AlpacaEval no L1 penalty is chosen by cross-validation.
+The length-controlled rate is that of the package `alpaca_eval`, which reads the annotations.
 """
 
 import contextlib
-import csv
 import json
 import math
 import statistics
 import tempfile
 from pathlib import Path
-
-import torch
 
 import batches
 import curate
@@ -97,24 +90,6 @@ def read_prompts(path):
     key = "instruction" if "instruction" in rows[0] else "prompt"
     rows = read_list(path, (key,))
     return [f"{row[key]}\n{row['input']}" if row.get("input") else row[key] for row in rows]
-
-
-def read_gamed(path):
-    """Rows of AlpacaEval's df_gamed.csv, numbers only."""
-    columns = ("index", "instruction_difficulty", "std_delta_len", "preference")
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [{key: float(row[key]) for key in columns} for row in csv.DictReader(file)]
-        if not all(math.isfinite(value) for row in rows for value in row.values()):
-            raise ValueError
-    except OSError as error:
-        raise UserError(f"--gamed {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError, csv.Error):
-        raise UserError(f"--gamed {path}: not AlpacaEval's df_gamed.csv; it needs numbers in the "
-                        f"columns {', '.join(columns)}") from None
-    if not rows:
-        raise UserError(f"--gamed {path}: holds no rows")
-    return rows
 
 
 def write_list(path, rows):
@@ -188,58 +163,6 @@ def win_rate(preferences):
             "n_missing": len(preferences) - n}
 
 
-def logistic_regression(x, y, weights):
-    """Coefficients (k,) of a logistic regression on targets in [0, 1], by Newton steps.
-
-    x (n, k), y (n,), weights (n,), float64. A ridge of 1e-9 keeps the Hessian invertible.
-    """
-    beta = torch.zeros(x.shape[1], dtype=torch.float64)
-    for _ in range(100):
-        p = torch.sigmoid(x @ beta)
-        gradient = x.T @ (weights * (p - y)) + 1e-9 * beta
-        curvature = weights * p * (1 - p)
-        hessian = (x * curvature[:, None]).T @ x + 1e-9 * torch.eye(len(beta), dtype=beta.dtype)
-        step = torch.linalg.solve(hessian, gradient)
-        beta = beta - step.clamp(-2, 2)  # a full step overshoots far from the solution
-        if step.abs().max() < 1e-10:
-            break
-    return beta
-
-
-def length_controlled(annotations, gamed, strength=0.2):
-    """AlpacaEval 2's length-controlled win rate of one model, in per cent.
-
-    Preference on tanh of the standardised length difference (reference minus model), instruction
-    difficulty and a constant; then the prediction at equal lengths. gamed: rows of df_gamed.csv
-    (index, instruction_difficulty, std_delta_len, preference in [0, 1]); they weigh strength / 2.
-    annotations must follow AlpacaEval's order of instructions: row i has index i, and all are
-    there; one that was not judged has the preference None or NaN.
-    """
-    difficulty = {int(float(r["index"])): float(r["instruction_difficulty"]) for r in gamed}
-    unique = {str(a.get("instruction", i)) for i, a in enumerate(annotations)}
-    if not difficulty.keys() == set(range(len(annotations))) == set(range(len(unique))):
-        raise UserError(f"{len(annotations)} annotations of {len(unique)} instructions do not fit "
-                        f"{len(difficulty)} difficulties; the table is of another set of "
-                        "instructions, or not every one is annotated once, in the table's order")
-    if len(annotations) < 2:
-        raise UserError("one annotation has no spread of lengths; judge more, or leave out --gamed")
-    delta = torch.tensor([len(a["output_1"]) - len(a["output_2"]) for a in annotations]).double()
-    # A missing preference counts in the standardisation and not in the fit, as in AlpacaEval.
-    own = torch.tensor([[delta[i], difficulty[i], 1.0] for i in range(len(annotations))]).double()
-    own[:, 0] = torch.tanh(delta / delta.std().clamp_min(1e-9))  # 0 when all are of equal length
-    known = [i for i, a in enumerate(annotations)
-             if a["preference"] is not None and a["preference"] == a["preference"]]
-    other = torch.tensor([[math.tanh(float(r["std_delta_len"])), float(r["instruction_difficulty"]),
-                           0.0] for r in gamed]).double()
-    y = [(1.5 if annotations[i]["preference"] == 0 else annotations[i]["preference"]) - 1
-         for i in known] + [float(r["preference"]) for r in gamed]
-    weights = [1.0] * len(known) + [strength / 2] * len(gamed)
-    beta = logistic_regression(torch.cat([own[known], other]), torch.tensor(y).double(),
-                               torch.tensor(weights).double())
-    own[:, 0] = 0.0
-    return 100 * torch.sigmoid(own @ beta).mean().item()
-
-
 def rate(args):
     """Win rates of every model in a file of annotations or preferences, as a table."""
     rows = read_list(args.annotations, ("generator_2", "preference"))
@@ -247,22 +170,15 @@ def rate(args):
     for row in rows:
         reference = row.get("generator_1") or "reference"
         models.setdefault((row["generator_2"], reference), []).append(row)
-    gamed = args.gamed and read_gamed(args.gamed)
-    if gamed:  # the length-controlled win rate needs the answers, not the preferences alone
-        read_list(args.annotations, ("output_1", "output_2"))
     names = [model for model, _ in models]
     for (model, reference), own in models.items():
         figures = win_rate([row["preference"] for row in own])
-        figures["length_controlled_winrate"] = length_controlled(own, gamed) if gamed else None
         results[model if names.count(model) == 1 else f"{model} against {reference}"] = figures
         cells.append([model, reference, *(figures[k] for k in (
-            "win_rate", "standard_error", "length_controlled_winrate", "discrete_win_rate",
-            "n_wins", "n_draws", "n_wins_base", "n_total", "n_missing"))])
-    show_table(["model", "against", "win rate", "std. error", "length-contr.", "discrete", "wins",
-                "draws", "losses", "n", "missing"], cells)
-    if not gamed:
-        print("length-controlled: needs AlpacaEval's df_gamed.csv (--gamed), see "
-              "evaluation/winrate.py")
+            "win_rate", "standard_error", "discrete_win_rate", "n_wins", "n_draws", "n_wins_base",
+            "n_total", "n_missing"))])
+    show_table(["model", "against", "win rate", "std. error", "discrete", "wins", "draws", "losses",
+                "n", "missing"], cells)
     print("RESULT " + json.dumps(results))
 
 
@@ -381,7 +297,6 @@ def add_commands(parser):
 
     made = commands.add_parser("rate", help="win rates from annotations or preferences")
     made.add_argument("annotations")
-    made.add_argument("--gamed", help="AlpacaEval's df_gamed.csv, for the length-controlled rate")
     made.set_defaults(call=rate)
 
 

@@ -8,6 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
+from evaluation.comparison import student_t
 from paper.results import UPPER
 
 # By scale, the stored files of each table; the first that holds both methods counts.
@@ -52,7 +53,6 @@ CLAIMS = (
     ("a fresh model: best rows beat all", "kept", "top k by BDS", "raw set", UPPER),
     ("... and with rewrites the best rows", "kept", "... with its rewrites",
      "top k by the online run", UPPER))
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # by n - 1
 
 
 def claims_by_scale():
@@ -93,6 +93,6 @@ def t_interval(values):
     digits = 3 if abs(mean) < 1 else 1
     if len(values) < 2:
         return f"{mean:+.{digits}f}, one seed"
-    half = T95[min(len(values) - 1, len(T95)) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    half = student_t(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     text = f"{mean:+.{digits}f} ± {half:.{digits}f}"
     return f"**{text}**" if mean < -half else f"*{text}*" if mean > half else text

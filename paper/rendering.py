@@ -3,9 +3,8 @@
     <!-- begin toy_table1 upper_heldout "lower_heldout=clean rows" published claims -->
     <!-- end toy_table1 -->
 
-The first word is a file of results/ without its .json, or `claims`: all claims at a glance, or
-`seen`: the paper's claims with their intervals at each scale (claims.py). Behind it, in any order,
-words as a shell splits them:
+The first word is a file of results/ without its .json, or `seen`: the paper's claims with their
+intervals at each scale (claims.py). Behind it, in any order, words as a shell splits them:
 
     KEY, "KEY=HEADING"   a column, in this order, under another heading; without one: all columns
     "only=A; B"          the rows, and claims, that begin with A or with B
@@ -31,10 +30,6 @@ from paper.statistics import CLAIM_COLUMNS, by_chance, summary_rows
 from utils import UserError
 
 MOST_COLUMNS, MOST_CHARACTERS = 5, 100
-# Claims at a glance: the table, where its figures are stored for the toy and for text.
-GLANCE = (("Table 1", "toy_table1", "planted_table1"), ("Table 3", "toy_table3", "redorca_table3"),
-          ("Table 3, pairs", "toy_table3_dpo", None), ("ranking", "toy_ranking", "planted_ranking"),
-          ("curated set", "toy_curated", "planted_default_curated"))
 OPTIONAL = ("noise_", "pairs_", "smollm2_")  # hours of a model that is not in every machine's reach
 MARKED = re.compile(r"<!-- begin (?P<words>(?P<name>\S+).*?) -->\n(?P<body>.*?)"
                     r"<!-- end (?P=name) -->", re.DOTALL)
@@ -58,9 +53,7 @@ def filled(text, path):
             name, *words = shlex.split(match["words"])
         except ValueError as error:
             raise UserError(f"{place}: not words of a command line ({error})") from None
-        if name == "claims":
-            body = claims_at_a_glance(place)
-        elif name == "seen":
+        if name == "seen":
             body = "\n".join(markdown_lines(*claims_by_scale(), place))
         elif name.startswith(OPTIONAL) and not Path("results", f"{name}.json").exists():
             body = "Not stored yet."
@@ -85,19 +78,6 @@ def markdown_lines(header, rows, place):
             raise UserError(f"{place}: a row of {len(line)} characters, {MOST_CHARACTERS} fit; "
                             f"leave out columns or shorten headings: {line}")
     return [lines[0].replace("|  |", "| |"), "|" + "---|" * len(header), *lines[1:]]
-
-
-def claims_at_a_glance(place):
-    """One line a claim: on how many seeds it was seen, on the toy and on real text."""
-    rows, verdicts = [], []
-    for table, *files in GLANCE:
-        seen = [{claim: (seeds, difference) for claim, seeds, difference, _ in
-                 (read_stored(name, place)["claims"] if name else ())} for name in files]
-        verdicts += [seeds for column in seen for seeds, _ in column.values()]
-        rows += [[table, claim, *("{} ({})".format(*column[claim]) if claim in column else ""
-                                  for column in seen)] for claim in seen[0] | seen[1]]
-    return "\n".join([*markdown_lines(["", "claim", "toy: seeds", "text: seeds"], rows, place), "",
-                      by_chance(verdicts)])
 
 
 def rendered(result, words, place):

@@ -57,57 +57,15 @@ def test_eq_win_rate_by_hand():
             winrate.win_rate(bad)
 
 
-def test_eq_logistic_regression_is_at_the_minimum():
-    """The weighted cross-entropy is convex, and torch's own gradient of it is zero there."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 3, generator=generator, dtype=torch.float64)
-    y, weights = (torch.rand(200, generator=generator, dtype=torch.float64) for _ in range(2))
-    found = winrate.logistic_regression(x, y, weights).requires_grad_()
-    torch.nn.functional.binary_cross_entropy_with_logits(
-        x @ found, y, weight=weights, reduction="sum").backward()
-    assert found.grad.abs().max() < 1e-7 and found.abs().min() > 1e-3
-
-
-def test_eq_length_controlled_removes_a_planted_length_bias():
-    """Preferences drawn from the model itself: the prediction at equal lengths comes back."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(10, 400, (600, 2), generator=generator)
-    difficulty = torch.randn(600, generator=generator).double()
-    delta = (lengths[:, 0] - lengths[:, 1]).double()
-    bias = -2.0 * torch.tanh(delta / delta.std())  # a longer reference wins more
-    preference = 1 + torch.sigmoid(bias + 0.7 * difficulty - 0.5)
-    annotations = [{"output_1": "x" * a, "output_2": "y" * b, "preference": p} for (a, b), p in
-                   zip(lengths.tolist(), preference.tolist(), strict=True)]
-    gamed = [{"index": str(i), "instruction_difficulty": str(d), "std_delta_len": str(s),
-              "preference": str(1 / (1 + math.exp(2.0 * math.tanh(s) - 0.7 * d)))}
-             for i, d in enumerate(difficulty.tolist()) for s in (-1.0, 1.5)]
-    expected = 100 * torch.sigmoid(0.7 * difficulty - 0.5).mean().item()
-    assert winrate.length_controlled(annotations, gamed) == pytest.approx(expected, abs=1e-6)
-    for missing in (None, math.nan):
-        annotations[3]["preference"] = missing
-        assert winrate.length_controlled(annotations, gamed) == pytest.approx(expected, abs=1e-6)
-    twice = [a | {"instruction": str(max(i, 1))} for i, a in enumerate(annotations)]
-    for own, table in ((annotations, gamed[:100]), (annotations[:-1], gamed), (twice, gamed)):
-        with pytest.raises(UserError, match="another set of instructions"):
-            winrate.length_controlled(own, table)
-    with pytest.raises(UserError, match="one annotation"):
-        winrate.length_controlled(annotations[:1], gamed[:2])
-    equal = [{"output_1": "x", "output_2": "y", "preference": 1.5}] * 2
-    assert 0 < winrate.length_controlled(equal, gamed[:4]) < 100
-
-
 def test_rate_command(tmp_path, capfd, refused):
     rows = [{"generator_1": "base", "generator_2": "m", "preference": p} for p in (1, 2, 2, 1.5)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     run_winrate(["rate", str(tmp_path / "a.json")])
     text = capfd.readouterr().out
     assert json.loads(text.split("RESULT ")[1])["m"]["win_rate"] == pytest.approx(62.5)
-    assert "df_gamed.csv" in text  # the limitation is said
     (tmp_path / "b.jsonl").write_text('{"preference": 1}\n')
-    for arguments, words in ((["b.jsonl"], "generator_2"), (["none.json"], "no such file"),
-                             (["a.json", "--gamed", str(tmp_path / "no.csv")], "no.csv")):
-        assert words in refused(lambda a=arguments: run_winrate(
-            ["rate", str(tmp_path / a[0]), *a[1:]]))
+    for name, words in (("b.jsonl", "generator_2"), ("none.json", "no such file")):
+        assert words in refused(lambda name=name: run_winrate(["rate", str(tmp_path / name)]))
     (tmp_path / "c.json").write_text(json.dumps([*rows, rows[0] | {"preference": "x"}]))
     assert "row 5: 'preference' must be a number or null, not \"x\"" in refused(
         lambda: run_winrate(["rate", str(tmp_path / "c.json")]))
@@ -125,29 +83,6 @@ def test_rate_of_a_model_against_two_references(tmp_path, capfd):
     result = json.loads(capfd.readouterr().out.split("RESULT ")[1])
     assert {name: figures["win_rate"] for name, figures in result.items()} == {
         "m against base": 0, "m against other": 100, "n": 100}
-
-
-def test_rate_reads_alpaca_evals_table_of_difficulties(tmp_path, capfd, refused):
-    annotations, table = tmp_path / "a.json", tmp_path / "gamed.csv"
-    rows = [{"instruction": str(i), "output_1": "x" * (i + 1), "output_2": "y", "generator_2": "m",
-             "preference": p} for i, p in enumerate((1.2, 1.6, math.nan, 1.9))]
-    annotations.write_text(json.dumps(rows))
-    lines = ["index,instruction_difficulty,std_delta_len,preference",
-             *(f"{i}.0,{i / 4},{s},{0.4 + i / 10}" for i in range(4) for s in (-1, 1))]
-    call = ["rate", str(annotations), "--gamed", str(table)]
-    table.write_text("\n".join(lines), encoding="utf-8-sig")
-    run_winrate(call)
-    figures = json.loads(capfd.readouterr().out.split("RESULT ")[1])["m"]
-    assert 0 < figures["length_controlled_winrate"] < 100 and figures["n_missing"] == 1
-    for text in ("\n".join(lines).replace("0.25", "much"), "a,b\n1,2"):
-        table.write_text(text)
-        assert "not AlpacaEval's df_gamed.csv" in refused(lambda: run_winrate(call))
-    table.write_text(lines[0])
-    assert "holds no rows" in refused(lambda: run_winrate(call))
-    table.write_text("\n".join(lines))
-    del rows[2]["output_1"]
-    annotations.write_text(json.dumps(rows))
-    assert "row 3: no 'output_1'" in refused(lambda: run_winrate(call))
 
 
 def test_files_may_begin_with_a_byte_order_mark(tmp_path):

@@ -138,19 +138,6 @@ def test_every_page_is_rendered_and_twice_is_once(here, capsys):
         assert text.startswith("text\n") and text.endswith("after\n") and "\nbetween\n" in text
 
 
-def test_claims_at_a_glance_are_of_the_toy_and_of_text(here, monkeypatch):
-    monkeypatch.setattr(rendering, "GLANCE", (("Table 1", "t", None), ("Table 3", "t", "u")))
-    write(here, "u", claims=[["y below x", "3 of 4", "-0.1000", "0.25"]])
-    assert rendered("claims") == [
-        "| | claim | toy: seeds | text: seeds |", "|---|---|---|---|",
-        "| Table 1 | x below y | 2 of 2 (-1.0000) |  |",
-        "| Table 1 | y below x | 0 of 2 (+1.0000) |  |",
-        "| Table 3 | x below y | 2 of 2 (-1.0000) |  |",
-        "| Table 3 | y below x | 0 of 2 (+1.0000) | 3 of 4 (-0.1000) |", "",
-        "Chance alone would give 2.1 of these 5 claims one sign on every seed (p = 0.125 or 0.5 "
-        "each)."]
-
-
 def test_the_stored_results_fit(monkeypatch):
     """Every stored table has a rendering of at most five columns, its claims included."""
     from conftest import ROOT
@@ -164,7 +151,6 @@ def test_the_stored_results_fit(monkeypatch):
         assert entries["command"].startswith("python -m paper ")
         words = [name, f"'{next(iter(entries['columns']))}'"]
         rendered(" ".join(words + ["claims"] * bool(entries.get("claims"))))
-    rendered("claims")
 
 
 def noise_results():
