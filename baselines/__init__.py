@@ -5,9 +5,8 @@
     python train_offline.py --method sft --keep kept.jsonl ...    # train on the kept rows
 
 Every line of --out is a row: row_id, hash, rank (1 = best), kept, score (higher is better).
-random, DSIR and LESS are the paper's baselines (section 5); loss, length, IFD, labels and
-length-matched are controls; tests and joined need no trusted rows, and take them as their null
-where --upper names some.
+random, DSIR and LESS are the paper's baselines (section 5); loss, length and IFD are controls;
+tests and joined need no trusted rows, and take them as their null where --upper names some.
 
     random   a seeded permutation                                                   scores.py
     dsir     how much likelier a row's n-grams are among the upper rows             dsir.py
@@ -17,8 +16,6 @@ where --upper names some.
     ifd      mean loss given the prompt / mean loss behind the blank prompt         scores.py
     tests    minus the log odds of a fault by the row tests, with a reason          tests.py
     joined   the tests' score and the loss, added                                   tests.py
-    labels   rows that are known to be good first                                   scores.py
-    length-matched  random, of every length as many as another ranking keeps        scores.py
 
 Each file lists where it deviates from its source. Common to all: the upper rows that training would
 hold out are held out here, by the same flags, model and seed: without --model no row is too long,

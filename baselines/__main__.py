@@ -21,8 +21,7 @@ from runtime import command, processes
 from toy import corpus
 from utils import UserError
 
-METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests", "joined", "labels",
-           "length-matched")
+METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests", "joined")
 NEEDS_UPPER, TESTS = ("dsir", "less"), ("tests", "joined")
 NEEDS_MODEL = ("less", "loss", "ifd", *TESTS)
 # Flags of the training scripts that mean the same here, with their one home there: how rows are
@@ -72,8 +71,6 @@ def add_own_arguments(parser):
     add = parser.add_argument_group("ifd").add_argument
     add("--ifd-order", choices=("aligned", "hard"), default="aligned",
         help="low is best, or the published order: highest below 1 first")
-    add = parser.add_argument_group("length-matched").add_argument
-    add("--like", help="a ranking of the same rows: as many of every length as it keeps")
 
 
 def parse_args(argv=None):
@@ -111,16 +108,13 @@ def check_args(args):
         if not args.toy and getattr(args, name) is None and args.method in needed:
             raise UserError(f"--{name} is missing; {args.method} needs it (none of --lower, "
                             "--upper and --model: the embedded toy)")
-    if (args.method == "length-matched") != (args.like is not None):
-        raise UserError("--like names the ranking that length-matched needs; no other method has "
-                        "a use for it")
 
 
 def check_out(args):
     """Make --out's folder; `UserError` when it cannot be written or is one of the files read."""
     out = Path(args.out)
     utils.make_parent(out)
-    for name in ("lower", "upper", "upper_heldout", "lower_heldout", "like"):
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
         source = getattr(args, name)
         if not source or not out.exists() or not any(
                 map(sources.path_exists, (source, source.rpartition("@")[0] or source))):
@@ -148,14 +142,6 @@ def score_rows(args, levels):
         return scores.random_scores(len(lower), args.seed), {}
     if args.method == "length":
         return scores.length_scores(lower), {}
-    if args.method == "labels":
-        if "bad" not in lower.column_names:
-            raise UserError("labels: the lower rows have no column `bad`")
-        return scores.label_scores(lower, args.seed), {}
-    if args.method == "length-matched":
-        kept = torch.tensor([verdict is True for verdict in ranking.kept_by(lower, args.like)])
-        args.keep_fraction = kept.double().mean().item()
-        return scores.length_matched_scores(scores.length_scores(lower), kept, args.seed), {}
     if args.method == "dsir":
         values, log_weights = dsir_scores(
             lower, levels.upper, num_buckets=args.dsir_buckets, min_words=args.dsir_min_words,

@@ -6,11 +6,9 @@
     ifd      instruction-following difficulty, mean loss given the prompt / mean loss behind the
              blank prompt: Li et al. 2024, s(A|Q) / s(A), as data_by_IFD.py of tianyi-lab/Cherry_LLM
              computes it
-    labels   the rows that are known to be good, in a seeded order: what a perfect ranking keeps
     joined   the tests' score and the loss: surprise plus -ln of the share of rows with as high a
              loss. The tests find faults, the loss what they were not made for, and rows of low loss
              train best (docs/results_text.md)
-    length-matched  random, with as many rows of every length as another ranking keeps: `--like`
 
 Deviations:
  1. IFD: low is best. Li et al. keep the *highest* ratios below 1, the hard rows of a set whose
@@ -48,11 +46,6 @@ def length_scores(rows):
 def loss_scores(model, rows):
     """Minus the mean loss over response tokens of every row, (N,) float64, nats."""
     return -row_losses(model, rows, label="loss")[0].double()
-
-
-def label_scores(rows, seed):
-    """Rows without a fault first, (N,) float64; equal ones in a seeded order."""
-    return random_scores(len(rows), seed) - len(rows) * torch.tensor(rows["bad"][:]).double()
 
 
 def joined_scores(losses, surprise):

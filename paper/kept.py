@@ -15,10 +15,8 @@ all rankings their numbers, as `python -m baselines` has them; lengths are count
 
 Only where --only names them:
 
-    omega           the weights of a BDS run
-    bad last, omega  rows that look bad last, the others by omega
     unflagged       all rows that do not look bad, whatever share that is
-    random, as many; loss, as many  that many rows
+    loss, as many   that many rows of the lowest loss
     good rows       all rows that are known to be good
 """
 
@@ -36,7 +34,7 @@ import train_offline
 import utils
 from baselines import scores
 from data import sets
-from paper.plans import BDS, OFF, budget_of, chosen, execute, setting, training_words, words_of
+from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
@@ -53,8 +51,7 @@ from utils import UserError, table
 
 ALL, SFT = "all rows", f"{OFF} --method sft --skip-scores"
 RANKINGS = ("random", "length-matched", "tests", "loss", "joined", "bad last", "labels")
-OF_OMEGA = ("omega", "bad last, omega")
-AS_MANY = ("unflagged", "random, as many", "loss, as many")
+AS_MANY = ("unflagged", "loss, as many")
 OF_LABELS = ("labels", "good rows")
 MEASURES = {UPPER: "held-out loss", "bad_share": "bad rows", "rows": "rows", "steps": "steps",
             "upper_exact": "exact answers"}
@@ -66,19 +63,17 @@ def kept_table(args):
         raise UserError(f"--keep-fraction {args.keep_fraction}: must lie between 0 and 1")
     names = list(RANKINGS)
     if args.only:
-        names = chosen(args, (*RANKINGS, *OF_OMEGA, *AS_MANY, "good rows"))
-    folder, guided = Path("runs") / args.name, bool(set(names) & set(OF_OMEGA))
+        names = chosen(args, (*RANKINGS, *AS_MANY, "good rows"))
+    folder = Path("runs") / args.name
     if not args.list:
         build_missing(words_of(setting(args)["data"]))
-        print_runs(args, names, guided)
-    files_of = execute(args, {ALL: SFT} | ({"BDS": BDS} if guided else {}), folder,
-                       also_rank=("tests",))
+        print_runs(args, names)
+    files_of = execute(args, {ALL: SFT}, folder, also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
     folder /= f"kept-{args.keep_fraction:g}"
     for seed in range(args.seeds):
         if not args.list:
-            weights = files_of["BDS"][seed].with_name("weights.jsonl") if guided else None
-            write_kept(names, files_of["tests"][seed], weights, args.keep_fraction, seed, folder)
+            write_kept(names, files_of["tests"][seed], args.keep_fraction, seed, folder)
         for name in names:
             file, command = training_on(args, name, seed, folder, files_of[ALL][seed])
             plan[file] = command
@@ -101,9 +96,9 @@ def report(args, results):
     print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
     claims = claims_of([
         (f"{name} is better than {other}", name, other, UPPER)
-        for name in ("joined", "bad last", "bad last, omega", "unflagged")
-        for other in (ALL, "random", "length-matched", "tests", "loss", "omega",
-                      *(("joined", *AS_MANY[1:]) if name == "unflagged" else ()))], results)
+        for name in ("joined", "bad last", "unflagged")
+        for other in (ALL, "random", "length-matched", "tests", "loss",
+                      *(("joined", "loss, as many") if name == "unflagged" else ()))], results)
     print_claims(claims, "loss")
     store(args, results, columns, claims=claims)
 
@@ -114,40 +109,32 @@ def kept_file(folder, name, seed):
     return folder / f"{slug(name)}-{seed}.jsonl"
 
 
-def rankings_of(names, rows, weights, share, seed):
+def rankings_of(names, rows, share, seed):
     """{name: scores (N,), higher is better} of the rows of a ranking by tests, in its order.
 
-    weights: of a BDS run by row_id, or None; share: what is kept of `joined` for its lengths.
+    share: what is kept of `joined` for its lengths.
     """
     def column(name):
         return torch.tensor([float(row[name]) for row in rows], dtype=torch.float64)
 
     surprise, loss = column("surprise"), column("loss")
     bad = torch.tensor([row["reason"] is not None for row in rows])
-    joined, last = scores.joined_scores(loss, surprise), bad_last(loss, surprise, bad)
+    joined = scores.joined_scores(loss, surprise)
+    last = torch.where(bad, surprise.min() - surprise - loss.max() - 1, -loss)  # by surprise, loss
     found = {"random": scores.random_scores(len(rows), seed), "tests": column("score"),
              "loss": -loss, "joined": joined, "bad last": last}
     found["length-matched"] = scores.length_matched_scores(
         column("length"), rank_rows(joined) <= round(share * len(rows)), seed)
-    found |= {"unflagged": last, "random, as many": found["random"], "loss, as many": -loss}
+    found |= {"unflagged": last, "loss, as many": -loss}
     if set(OF_LABELS) & set(names):
         found |= dict.fromkeys(OF_LABELS, found["random"] - len(rows) * column("bad"))
-    if weights is not None:
-        found["omega"] = torch.tensor([weights[row["row_id"]] for row in rows]).double()
-        found["bad last, omega"] = bad_last(-found["omega"], surprise, bad)
     return found
 
 
-def bad_last(losses, surprise, bad):
-    """Rows that look bad last, by surprise, the others by loss, (N,) float64; all (N,)."""
-    return torch.where(bad, surprise.min() - surprise - losses.max() - 1, -losses)
-
-
-def write_kept(names, tests, weights, share, seed, folder):
-    """The ranking file of every name, from the ranking by tests and a BDS run's weights.jsonl."""
+def write_kept(names, tests, share, seed, folder):
+    """The ranking file of every name, from the ranking by tests."""
     rows = sorted(utils.read_jsonl(tests), key=lambda row: row["row_id"])
-    weights = weights and {row["row_id"]: row["weight"] for row in utils.read_jsonl(weights)}
-    found = rankings_of(names, rows, weights, share, seed)
+    found = rankings_of(names, rows, share, seed)
     for name in names:
         file, ranks = kept_file(folder, name, seed), rank_rows(found[name]).tolist()
         count = round(share * len(rows))
@@ -186,7 +173,7 @@ def what_was_read(file, name, seed, folder, tests):
     return found
 
 
-def print_runs(args, names, guided):
+def print_runs(args, names):
     """Runs times minutes, from one step and one forward timed here, on the one thread of a run."""
     words, count = words_of(*(setting(args)[part] for part in ("data", "train"))), len(names)
     run = session.plan(train_offline.parse_args(["--method", "sft", *words]))
@@ -201,12 +188,10 @@ def print_runs(args, names, guided):
     each = run.args.epochs * tokens["lower"] / step + 2 * looks * held_out / forward
     trusted = tokens.get("upper", 0) * min(1, TRUSTED / max(1, len(run.upper or ())))
     tests = 2 * (tokens["lower"] + trusted) / forward
-    # BDS reads as much of the trusted rows, has a second adapter, and tests the rows once more.
-    total = args.seeds * ((1 + count + 3 * guided) * each + (1 + guided) * tests) / args.workers
+    total = args.seeds * ((1 + count) * each + tests) / args.workers
     print(f"measured here, one thread: forward {forward:.0f}, LoRA step {step:.0f} tokens/s\n"
-          f"{args.seeds} seeds x {1 + count} runs x {each / 60:.1f} minutes, and the tests"
-          + (" and BDS" if guided else "") + f"; {args.workers} at a time: about "
-          f"{max(1, round(total / 60))} minutes", flush=True)
+          f"{args.seeds} seeds x {1 + count} runs x {each / 60:.1f} minutes, and the tests; "
+          f"{args.workers} at a time: about {max(1, round(total / 60))} minutes", flush=True)
 
 
 def measured_rates(run):

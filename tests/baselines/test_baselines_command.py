@@ -2,7 +2,6 @@
 
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 from conftest import flags, listing, read_rows, write_rows
@@ -11,7 +10,6 @@ import models
 import train_offline
 from baselines import __main__ as command
 from data import sets
-from utils import UserError
 
 
 @pytest.fixture
@@ -67,8 +65,7 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
     assert {row["row_id"] for row in trained.weights} == kept
 
 
-def test_joined_labels_and_length_matched(rank, faulty_labels):
-    """`joined` keeps as many as are not flagged; the same lengths as it keeps, drawn at random."""
+def test_joined_keeps_as_many_as_are_not_flagged(rank, faulty_labels):
     joined = rank("joined", faulty_labels)
     flagged = [row["reason"] is not None for row in joined.ranked]
     assert any(flagged) and [row["kept"] for row in joined.ranked] == sorted(
@@ -77,26 +74,6 @@ def test_joined_labels_and_length_matched(rank, faulty_labels):
     expected = [-row["surprise"] + math.log(sum(loss >= row["loss"] for loss in losses) / 40)
                 for row in joined.rows]
     assert joined.scores.tolist() == pytest.approx(expected)
-    assert rank("labels", faulty_labels, model=None, out="labels").result["labels/auroc"] == 1
-    matched = rank("length-matched", faulty_labels, model=None, out="matched", like=joined.file,
-                   keep_fraction=1 - sum(flagged) / 40)
-    order = rank("length", faulty_labels, model=None, out="length").scores.argsort(stable=True)
-    for part in order.split(4):
-        one, other = (sum(made.rows[n]["kept"] for n in part) for made in (joined, matched))
-        assert one == other
-
-
-def test_length_matched_counts_the_rows_that_a_ranking_lists(rank, faulty_labels, tmp_path):
-    """6 of 12 listed rows are kept: 6 of all 40, and 28 that the ranking does not name are not."""
-    made = rank("length", faulty_labels, model=None, out="length")
-    some = write_rows(tmp_path / "some.jsonl", [
-        row | {"kept": n < 6} for n, row in enumerate(made.ranked[:12])])
-    matched = rank("length-matched", faulty_labels, model=None, out="matched", like=some)
-    assert matched.result["kept"] == 6
-    content = Path(some).read_bytes()
-    with pytest.raises(UserError, match="holds the rows of --like"):
-        rank("length-matched", faulty_labels, model=None, like=some, out="some.jsonl")
-    assert Path(some).read_bytes() == content
 
 
 @pytest.fixture
@@ -153,9 +130,6 @@ def test_every_method_runs_on_the_toy(rank):
     ("random", {"keep_fraction": 0}, "--keep-fraction 0.0: must lie in (0, 1]"),
     ("random", {"keep_fraction": 0.01}, "of 12 rows keeps none"),
     ("random", {"out": "."}, "is a folder"),
-    ("labels", {}, "no column `bad`"),
-    ("length-matched", {}, "--like names the ranking that length-matched needs"),
-    ("random", {"like": "x"}, "no other method has a use for it"),
     ("less", {"warmup_fraction": 2}, "--warmup-fraction 2.0"),
     ("less", {"project": -1}, "--project 0 or more"),
     ("less", {"epochs": 0}, "--epochs 0: must be 1 or more"),

@@ -20,17 +20,17 @@ ROWS = [{"row_id": n, "hash": f"h{n}", "surprise": float(n % 7 - 9), "loss": 2.0
 
 
 def test_rankings_are_what_they_say():
-    weights = {n: float(n % 11) for n in range(40)}
-    found = kept.rankings_of(["labels"], ROWS, weights, 0.5, 3)
-    assert set(found) == {*kept.RANKINGS, *kept.OF_OMEGA, *kept.AS_MANY, "good rows"}
+    found = kept.rankings_of(["labels"], ROWS, 0.5, 3)
+    assert set(found) == {*kept.RANKINGS, *kept.AS_MANY, "good rows"}
     order = {name: values.argsort(descending=True).tolist() for name, values in found.items()}
     assert [ROWS[n]["bad"] for n in order["labels"]] == [False] * 30 + [True] * 10
     assert order["loss"] == list(range(39, -1, -1))
     bad = [n for n in range(40) if ROWS[n]["reason"]]
-    for name, key in (("bad last", lambda n: -n), ("bad last, omega", lambda n: -weights[n])):
-        assert sorted(order[name][-len(bad):]) == bad
-        good = order[name][:-len(bad)]
-        assert [key(n) for n in good] == sorted(key(n) for n in good)
+    last = order["bad last"]
+    assert sorted(last[-len(bad):]) == bad
+    assert last[:-len(bad)] == sorted(last[:-len(bad)], reverse=True)
+    assert [ROWS[n]["surprise"] for n in last[-len(bad):]] == sorted(
+        ROWS[n]["surprise"] for n in bad)
     share = [sum(other["loss"] >= row["loss"] for other in ROWS) / 40 for row in ROWS]
     assert torch.allclose(found["joined"], torch.tensor([
         -row["surprise"] for row in ROWS]).double() + torch.tensor(share).double().log())
@@ -41,20 +41,19 @@ def test_rankings_are_what_they_say():
         assert matched[part].sum() == chosen[part].sum()
     assert (matched != chosen).any()
     unlabelled = [{key: value for key, value in row.items() if key != "bad"} for row in ROWS]
-    assert "omega" not in kept.rankings_of([], unlabelled, None, 0.5, 3)
+    assert "labels" not in kept.rankings_of([], unlabelled, 0.5, 3)
 
 
 def test_what_is_kept_is_a_share_or_the_rows_that_do_not_look_bad(tmp_path):
     utils.write_jsonl(tmp_path / "tests.jsonl", ROWS)
     names = [*kept.AS_MANY, "good rows", "joined", "loss"]
-    kept.write_kept(names, tmp_path / "tests.jsonl", None, 0.5, 3, tmp_path)
+    kept.write_kept(names, tmp_path / "tests.jsonl", 0.5, 3, tmp_path)
     chosen = {name: {row["row_id"] for row in utils.read_jsonl(
         kept.kept_file(tmp_path, name, 3)) if row["kept"]} for name in names}
     assert chosen["unflagged"] == {n for n in range(40) if n % 7 != 6}
     assert chosen["good rows"] == {n for n in range(40) if n % 7 < 5}
     assert chosen["loss, as many"] == set(range(5, 40)) and chosen["loss"] == set(range(20, 40))
-    assert len(chosen["random, as many"]) == 35 and len(chosen["joined"]) == 20
-    assert chosen["random, as many"] != chosen["loss, as many"]
+    assert len(chosen["joined"]) == 20
 
 
 def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, refused,
@@ -70,9 +69,8 @@ def test_the_commands_parse_and_name_the_rankings(tmp_path, monkeypatch, capfd, 
             args = train_offline.parse_args(line[2:])
             assert args.method == "sft" and args.skip_scores
     assert sum("--keep" in line for line in lines) == 2 * len(kept.RANKINGS)
-    main([*words, "--list", "--only", "omega; labels"])
-    assert "/bds/seed-1" in (out := capfd.readouterr().out) and out.count("--keep ") == 4
-    assert sum(" --method " not in line for line in out.splitlines() if "train_off" in line) == 2
+    main([*words, "--list", "--only", "unflagged; labels"])
+    assert capfd.readouterr().out.count("--keep ") == 4
     plain = write_rows(tmp_path / "plain.jsonl", make_rows(20, 1))
     assert "no column `bad`, so there are no labels" in refused(lambda: main([
         "kept", "--scale", "small", "--data",
