@@ -48,11 +48,15 @@ CORRECTED = f"{BDS} --correction 0.7"
 
 
 def compare_selectors(args):
-    """AUROC, precision and recall of every selector on a lower set with known bad rows."""
+    """AUROC, precision and recall of every selector on a lower set with known bad rows.
+
+    --only names runs and baselines.
+    """
     runs = {"BDS": BDS, "BDS corrected": CORRECTED, "BDS, published rate": f"{BDS} {ADAM}"}
-    runs = {name: runs[name] for name in runs
-            if name in ("BDS", "BDS corrected", *chosen(args, runs))}
-    files_of = execute(args, runs, Path("runs") / args.name, also_rank=BASELINES)
+    names = chosen(args, [*runs, *BASELINES])
+    baselines = [name for name in BASELINES if name in names]
+    files_of = execute(args, {name: runs[name] for name in runs if name in names},
+                       Path("runs") / args.name, also_rank=baselines)
     if args.list:
         return
     rows = {}
@@ -67,11 +71,11 @@ def compare_selectors(args):
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
                        for file in files_of.get(run, ())]
     rows = {title: values for title, values in rows.items() if values}
-    for run, file in zip(rows["row tests, guided"], files_of["BDS"], strict=True):
+    for run, file in zip(rows.get("row tests, guided", ()), files_of.get("BDS", ()), strict=True):
         run |= guided_rows(file.with_name("weights.jsonl"))
-    if "auroc" not in rows["omega"][0]:
+    if not all("auroc" in values[0] for values in rows.values()):
         raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
-    for method in BASELINES:
+    for method in baselines:
         rows[method] = [ranking_scores(file) | {"seconds": seconds_of(file)}
                         for file in files_of[method]]
     keys = sorted({key for runs in rows.values() for run in runs for key in run} - {"seconds"},
@@ -83,8 +87,9 @@ def compare_selectors(args):
                *seed_verdict([1 - run["auroc"] for run in rows[name]],
                              [1 - run["auroc"] for run in rows["loss"]])]
               for name in ("omega", "omega, corrected", "corrected loss", "row tests, guided",
-                           "LESS", "IFD")]
-    print_claims(claims, "1 - AUROC")
+                           "LESS", "IFD") if {name, "loss"} <= set(rows)]
+    if claims:
+        print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
         key.removeprefix("auroc/").replace("auroc", "all"): {
