@@ -32,9 +32,6 @@ what the model wrote itself teaches it nothing, and its errors are repeated ever
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
 longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
 question with a longer answer is asked as well: a short answer to it is wrong.
-
-The trials of `search` offer each row its own answer once, and once not. How many of the file's rows
-have theirs in it is estimated from the margins (`share_present`), and weighs the two.
 """
 
 import collections
@@ -42,12 +39,14 @@ import json
 import math
 import time
 
-from batches import answer_row, prompt_of, response_of, row_losses
+from batches import answer_row, prompt_of, row_losses
 from curate import greedy
 from data.tokens import response_text
 from detect import WORD
-from ranking import blank_prompt, end_ids
+from generate import generate
+from ranking import blank_prompt, end_ids, last_turn
 from runtime import folder
+from runtime.processes import share_list
 from utils import UserError, content_hash, table
 
 # ruff: isort: split
@@ -60,6 +59,7 @@ SHORTLIST, QUESTIONS_AT_ONCE = 5, 64
 PART = 60  # trusted questions to calibrate with, and as many for the gate: 0 of 60 is at most 5 %
 CLOSED = 32  # tokens, the end included
 ENOUGH = 16  # rows on which a way must have been tried
+SAMPLED = 8  # answers of which one may be right: what choosing among several could gain
 NEVER = -1e30  # the margin of what is no answer at all; below every threshold
 # The ways of a row by the reason why it looks bad (detect.py); of any other reason: generate.
 REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
@@ -369,9 +369,8 @@ def as_rows(rows, ends, reasons=None):
     """
     made = []
     for row, reason in zip(rows, reasons or [None] * len(rows), strict=True):
-        body = response_of(row)
-        count = next((n for n in range(len(body), 0, -1) if body[n - 1] not in ends), 0)
-        made.append({"prompt": prompt_of(row), "body": body[:count], "end": body[count:],
+        prompt, body, end = last_turn(row, ends)
+        made.append({"prompt": prompt, "body": body, "end": end,
                      "question": row["prompt"], "answer": row["response"],
                      "row_id": row["row_id"], "reason": reason})
     return made
@@ -438,8 +437,7 @@ def decision(row, ways, way, gates):
 # --- a run ----------------------------------------------------------------------------------------
 
 def split_trusted(run):
-    """The rows that calibrate and gate a planned run: run.trusted for search, run.fresh for what is
-    written."""
+    """(calibrate, gate) of a planned run: run.trusted for search, run.fresh for what is written."""
     name, rows = f"--refine {run.args.refine}", run.levels.upper
     if run.args.upper_loss == "dpo":
         raise UserError(f"{name}: trusted answers say which new ones are right; with preference "
@@ -469,6 +467,7 @@ def prepare(run, sampling):
         if (given and reason != "end") or "search" in REPAIRS.get(reason, ())])
     if run.step == 0:
         print_gates(open_gates(run, sampling, WAYS), run.searched["present"])
+        print_pass(run, sampling)
 
 
 def search_once(run, suspects):
@@ -517,6 +516,21 @@ def open_gates(run, sampling, wanted=()):
                                           run.args.seed) if way in wanted else None
                             for part in parts))
     return gates
+
+
+def print_pass(run, sampling):
+    """pass@SAMPLED of the held-out questions with a short answer, printed."""
+    rows = [row for part in run.fresh for row in as_rows(part, run.ends)
+            if len(row["body"]) < CLOSED and len(row["prompt"]) + CLOSED <= run.context]
+    options = sampling | {"max_new_tokens": min(CLOSED, sampling["max_new_tokens"])}
+    asked = [(n, g) for n in range(len(rows)) for g in range(SAMPLED)]
+    drawn = share_list(
+        lambda prompts, seeds: generate(run.model, prompts, seeds, label="sampled", **options),
+        [rows[n]["prompt"] for n, _ in asked], [f"{run.args.seed} {n} {g}" for n, g in asked])
+    hit = {n for (n, _), (tokens, _) in zip(asked, drawn, strict=True)
+           if same(run.text_of(tokens), rows[n]["answer"])}
+    print(f"generate: one of {SAMPLED} sampled answers is right for {len(hit)} of {len(rows)} "
+          "held-out questions with a short answer")
 
 
 def repair(run, places, sampling, number, write):

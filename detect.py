@@ -125,11 +125,6 @@ def copied(answer, prompt, size=3):
 
 # --- one value a row ------------------------------------------------------------------------------
 
-def guidance(losses, before):
-    """L(theta) - L(base), (N,): what training with trusted rows made less likely."""
-    return losses - before
-
-
 def echo(relevances, lengths, shares, news):
     """-M / T where the answer is copied and says nothing new, else NaN; all (N,).
 

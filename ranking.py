@@ -13,6 +13,7 @@ from batches import answer_row, own_groups, pack, row_losses, take, tokens_only
 from data.tokens import empty_prompt, special_tokens
 from logprobs import token_logps
 from runtime.processes import all_sum, rank
+from selector import mean_ranks
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split
@@ -143,9 +144,8 @@ def auroc(scores, bad):
     num_bad, num_good = int(bad.sum()), int((~bad).sum())
     if not num_bad or not num_good:
         return None
-    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
-    return float((ranks[~bad].sum() - num_good * (num_good + 1) / 2) / (num_good * num_bad))
+    wins = mean_ranks(scores)[~bad].sum() - num_good * (num_good + 1) / 2
+    return float(wins / (num_good * num_bad))
 
 
 def ranking_metrics(scores, bad, kinds):
@@ -203,12 +203,20 @@ def blank_prompt(rows, sample=500):
                          for row in take(tokens_only(rows), places)])
 
 
+def last_turn(row, ends):
+    """Tokens (before the last trained run, of that run, of its end): the end's are in `ends`."""
+    ids, trained = row["input_ids"], row["trained"]
+    stop = len(trained) - trained[::-1].index(1)
+    start = stop - next((n for n, t in enumerate(trained[stop - 1::-1]) if not t), stop)
+    last = next((n for n in range(stop, start, -1) if ids[n - 1] not in ends), start)
+    return ids[:start], ids[start:last], ids[last:stop]
+
+
 def last_turns(model, rows, ends):
     """One forward: (prompt, answer, logps, end logps, row loss) of the last turn of every row.
 
-    prompt, answer: tokens before the last trained run, and that run without its end tokens, the
-    last ones of the row that are in `ends`. logps, end logps: of answer and end tokens, nats, on
-    the CPU. row loss: the mean over all trained tokens, as `batches.row_losses` computes it.
+    prompt, answer: of `last_turn`. logps, end logps: of answer and end tokens, nats, on the CPU.
+    row loss: the mean over all trained tokens, as `batches.row_losses` computes it.
     """
     batch = pack(rows, model.device)
     logps, owner = token_logps(model, batch)
@@ -217,15 +225,9 @@ def last_turns(model, rows, ends):
     turns = []
     for row, own, loss in zip(rows, logps.double().cpu().split(counts.tolist()),
                               (-sums / counts).tolist(), strict=True):
-        ids, trained = row["input_ids"], row["trained"]
-        stop = len(trained) - trained[::-1].index(1)
-        start = stop - next((n for n, t in enumerate(trained[stop - 1::-1]) if not t), stop)
-        last = stop
-        while last > start and ids[last - 1] in ends:
-            last -= 1
-        body = len(own) - (stop - last)
-        turns.append((ids[:start], ids[start:last], own[max(0, body - (last - start)):body],
-                      own[body:], loss))
+        prompt, answer, end = last_turn(row, ends)
+        body = len(own) - len(end)
+        turns.append((prompt, answer, own[max(0, body - len(answer)):body], own[body:], loss))
     return turns
 
 
@@ -266,16 +268,12 @@ def made_faults(losses_of, rows, ends, found, seed=0):
     shares = (0.25 + 0.5 * torch.rand(len(places), generator=generator)).tolist()
     cut, parts, blanks = [], [], []
     for place, share, row in zip(places, shares, take(tokens_only(rows), places), strict=True):
-        ids, trained = row["input_ids"], row["trained"]
-        start = len(ids) - trained[::-1].index(0) if 0 in trained else 1
-        stop = len(ids)
-        while stop > start and ids[stop - 1] in ends:
-            stop -= 1
-        if all(trained[start:]) and stop < len(ids) and stop - start >= 4:
-            cut.append(answer_row(ids[:start + int(share * (stop - start))], ids[stop:]))
-        if stop > start:
-            parts.append((ids[:start], ids[start:stop]))
-            blanks.append(found["relevance"][place] - found["fluency"][place] * (stop - start))
+        prompt, answer, end = last_turn(row, ends)
+        if end and len(answer) >= 4:
+            cut.append(answer_row(prompt + answer[:int(share * len(answer))], end))
+        if answer:
+            parts.append((prompt, answer))
+            blanks.append(found["relevance"][place] - found["fluency"][place] * len(answer))
     made = {"relevance": torch.zeros(0, dtype=torch.float64)}
     if len(parts) > 1:
         losses, lengths = losses_of([answer_row(prompt, parts[n - 1][1])
@@ -349,10 +347,10 @@ def flagged_last(surprise, flagged):
 
 
 def with_guidance(tests, own, held_out):
-    """`row_tests` with `detect.guidance`, once a model is trained; a reason found before stays.
+    """`row_tests` with the guidance of detect.py, once a model is trained; an old reason stays.
 
-    own, held_out: (`detect.guidance`, trained tokens) of the lower rows, (N,) each, and of trusted
-    rows that were not trained on. Lower rows were, so theirs is rather too low.
+    own, held_out: (guidance, trained tokens) of the lower rows, (N,) each, and of trusted rows that
+    were not trained on. Lower rows were, so theirs is rather too low.
     """
     found, null = (dict(zip(("guidance", "length"), (x.double() for x in values), strict=True))
                    for values in (own, held_out))

@@ -177,13 +177,13 @@ class Selector:
 
 def spearman(a, b):
     """Spearman's rank correlation of two (n,) tensors, ties at mean rank; 0.0 when undefined."""
-    a, b = (_ranks(x) - (len(x) + 1) / 2 for x in (a, b))
+    a, b = (mean_ranks(x) - (len(x) + 1) / 2 for x in (a, b))
     norm = (a.norm() * b.norm()).item() if len(a) > 1 else 0.0
     return float(a @ b) / norm if norm > 0 else 0.0
 
 
-def _ranks(x):
-    """Ranks 1..n as float64, ties at their mean rank."""
+def mean_ranks(x):
+    """Ranks 1..n of (n,) values as float64, ties at their mean rank."""
     _, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double()
     return (last - (counts - 1).double() / 2)[inverse]

@@ -357,7 +357,7 @@ def see_guidance(run, losses, lengths):
 
     Only where trusted answers trained and others are held out, and the run began at the base.
     """
-    args, held_out, gap = run.args, run.levels.upper_heldout, ranking.detect.guidance
+    args, held_out = run.args, run.levels.upper_heldout
     alone = args.method == "sft" or (args.method == "mix" and args.rho == 1)
     if args.adapter or alone or held_out is None or args.upper_loss == "dpo":
         return
@@ -365,7 +365,7 @@ def see_guidance(run, losses, lengths):
     with run.model.disable_adapter():
         before, _ = row_losses(run.model, held_out, label="held-out losses before")
     run.tests.update(ranking.with_guidance(
-        run.tests, (gap(losses, run.base_losses), lengths), (gap(after, before), held_lengths)))
+        run.tests, (losses - run.base_losses, lengths), (after - before, held_lengths)))
     look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
     notes = look["notes"] if look else []
     if len(held_out) < ranking.detect.LEAST:

@@ -15,8 +15,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
-    k = K_gen. `--first-refresh K` trains on the originals up to step K (not those that a file
-    masks, where bad answers are dropped).
+    k = K_gen. `--first-refresh K` trains on originals up to step K, a mask FILE under drop aside.
 10. The ratio is one of sequence probabilities, sums over tokens, at temperature 1, scored by the
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the

@@ -257,6 +257,27 @@ def test_the_same_answer():
     assert not accept.same("the cat", "the cats") and not accept.same("1 2 3", "1 2")
 
 
+def test_pass_counts_questions_that_one_of_the_draws_answers(monkeypatch, capsys):
+    """One draw of each question is right, none of the fourth; two others are too long to check."""
+    trusted, seen = rows_of(10, seed=2) + rows_of(2, seed=6, shortest=32, longest=40), set()
+    for n, row in enumerate(trusted):
+        row |= {"answer": words(row["body"]), "prompt": [n]}
+
+    def draw(model, prompts, seeds, *, label, **options):
+        assert options == {"temperature": 0.8, "max_new_tokens": 32} and not seen & {*seeds}
+        seen.update(seeds)
+        return [(trusted[n]["body"] + [9] * (n == 3 or int(seed.split()[-1]) != n % 8), True)
+                for (n,), seed in zip(prompts, seeds, strict=True)]
+
+    monkeypatch.setattr(accept, "as_rows", lambda part, ends: part)
+    monkeypatch.setattr(accept, "generate", draw)
+    accept.print_pass(SimpleNamespace(
+        fresh=[trusted[::2], trusted[1::2]], ends={0}, context=128, model=None, text_of=words,
+        args=SimpleNamespace(seed=5)), {"temperature": 0.8, "max_new_tokens": 64})
+    assert len(seen) == 80
+    assert "one of 8 sampled answers is right for 9 of 10 held-out" in capsys.readouterr().out
+
+
 def test_the_trial_of_generate(writing):
     """Right is the whole text; a good original is spared by the same answer; a long answer is
     asked for too, and a short one to it is wrong; too few short ones are no trial."""

@@ -104,7 +104,6 @@ def test_repetition_and_copies():
     c = [-1.0, -4.0, -0.5, -2.0, -3.0, 0.0]
     assert detect.slip(torch.tensor(c)) == max(-sum(c[i:i + 3]) for i in range(4)) == 6.5
     assert [detect.slip(torch.tensor(c[:n])) for n in (0, 1, 2, 3)] == [0, 1, 5, 5.5]
-    assert detect.guidance(torch.tensor([2.0]), torch.tensor([0.7])) == pytest.approx(1.3)
 
 
 # --- nulls ----------------------------------------------------------------------------------------
