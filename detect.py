@@ -357,7 +357,10 @@ ALIKE = 0.9                    # share of equal minhashes from which two rows ar
 LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
-TURN = re.compile(r"\n\W{0,9}(User|Human|Instruction|Q)\W{0,9}:|<\|(im_start|user|start_)|\[INST\]")
+TURN = re.compile(r"\n(?![-*+•] )\W{0,9}(User|Human|Instruction|Q)\W{0,9}:")
+MARK = re.compile(r"<\|(im_start|user|start_)|\[INST\]")
+ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|interview|transcript|screenplay", re.I)
+NOT = {zlib.crc32(word.encode()) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -383,35 +386,48 @@ def minhashes(text):
 def text_reasons(rows):
     """"duplicate", "turn", "conflict" or None of each of an iterable of (prompt, answer); no model.
 
-    duplicate: a row that repeats an earlier one, word by word or nearly (`ALIKE`): as a whole, and
-    its question's last line with the answer, since one passage may have several questions.
-    turn: another question (`TURN`) in an answer that is no dialogue from its first line on.
-    conflict: one question, word by word, with different answers of which one is short enough
-    (`CLOSED`) to be a fact; all its rows, since nothing here tells which one is right.
+    duplicate: a row that repeats an earlier one, word by word or, where its answer is longer than
+    CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer, since
+    one passage may have several questions.
+    turn: another question (`TURN`) in an answer that is no dialogue, asked for or from its start.
+    conflict: one question, word by word, whose answers differ in words of both, or in a "not"; one
+    is short enough (`CLOSED`) to be a fact. Both rows, since nothing tells which one is right.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     seen, first, answers, reasons = {}, array("i"), {}, []
     for place, (prompt, answer) in enumerate(rows):
-        goes_on = TURN.search(answer) and not DIALOGUE.match(answer)
+        goes_on = MARK.search(answer) or (TURN.search(answer) and not (
+            DIALOGUE.match(answer) or ASKED.search(prompt)))
         last, prompt, answer = (plain_words(text) for text in (
             prompt.strip().rpartition("\n")[2], prompt, answer))
-        signature = minhashes(f"{prompt} \x1f {answer}").tolist()
-        end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
-        bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
-                 for band in range(0, HASHES, ROWS_PER_BAND)]
-        same = any(all(sum(map(operator.eq, first[start:start + HASHES], part)) >= ALIKE * HASHES
-                       for start, part in ((other, signature), (other + HASHES, end)))
-                   for other in {other for band in bands for other in seen.get(band, ())})
-        reasons.append("duplicate" if same else "turn" if goes_on else None)
-        if not same:
-            for band in bands:
-                if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
-                    known.append(len(first))
-            first.extend(signature + end)
+        words, key = WORD.findall(answer), zlib.crc32(answer.encode())
         told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
-        told.setdefault(zlib.crc32(answer.encode()), (place, len(WORD.findall(answer))))
+        same = key in told
+        if not same and len(words) > CLOSED:
+            signature = minhashes(f"{prompt} \x1f {answer}").tolist()
+            end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
+            bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
+                     for band in range(0, HASHES, ROWS_PER_BAND)]
+            same = any(all(sum(map(operator.eq, first[start:start + HASHES], part))
+                           >= ALIKE * HASHES
+                           for start, part in ((other, signature), (other + HASHES, end)))
+                       for other in {other for band in bands for other in seen.get(band, ())})
+            if not same:
+                for band in bands:
+                    if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
+                        known.append(len(first))
+                first.extend(signature + end)
+        reasons.append("duplicate" if same else "turn" if goes_on else None)
+        told.setdefault(key, (place, len(words), array("L", {zlib.crc32(w.encode())
+                                                             for w in words})))
     for told in answers.values():
-        if len(told) > 1 and min(words for _, words in told.values()) <= CLOSED:
-            for place, _ in told.values():
+        short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
+        for place, _, own in told.values() if len(told) > 1 else ():
+            if any(contradict({*own}, other) for other in short):
                 reasons[place] = reasons[place] or "conflict"
     return reasons
+
+
+def contradict(words, others):
+    """Whether two answers, sets of words' hashes, each have a word of their own, or one a "not"."""
+    return bool((words - others and others - words) or (words ^ others) & NOT)

@@ -406,8 +406,20 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
     rows = [(f"{instruction} {text}", ("positive", "negative")[n % 2])
             for n, text in enumerate(reviews)]
     assert detect.text_reasons(rows) == [None] * 200
-    again = [(f"{instruction} {reviews[7]}", "Negative."), (rows[8][0] + " indeed", "positive")]
-    assert detect.text_reasons([*rows, *again])[200:] == ["duplicate"] * 2
+    assert detect.text_reasons([*rows, (f"{instruction} {reviews[7]}", "Negative.")])[200:] == [
+        "duplicate"]
+    asked = [(f"{instruction}\nQuestion: {text}?\nAnswer (yes or no):", ("yes", "no")[n % 2])
+             for n, text in enumerate(reviews)]  # a fixed last line
+    assert detect.text_reasons(asked) == [None] * 200
+
+
+def test_answers_that_agree_are_no_conflict():
+    def told(*answers):
+        return detect.text_reasons([("What is the capital?", answer) for answer in answers])
+
+    assert told("Paris", "The capital city is Paris.", "paris, the capital") == [None] * 3
+    assert told("Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
+    assert told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
 
 
 def test_nearly_the_same_long_answers_are_duplicates():
@@ -435,10 +447,13 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Paris.<|im_start|>user\nAnd of Spain?", True), ("[INST] A river? [/INST] The Rhine", True),
     ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
     ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
-    ("Ask the user: is it on?", False), ("", False)])
+    ("Ask the user: is it on?", False), ("", False),
+    ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False)])
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
     assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
+    marked = "[INST]" in answer or "<|" in answer
+    assert detect.text_reasons([("Write an FAQ.", answer)]) == ["turn" if marked else None]
 
 
 def test_long_runs_of_signs_take_no_time():
