@@ -101,20 +101,22 @@ def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho
 
 
 def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correction=0.0,
-                 theta_hat=None, optimizer=None, **limits):
+                 theta_hat=None, optimizer=None, step=descend,
+                 measure=lambda model, rows: batches.row_losses(model, rows)[0], **limits):
     """C (B,) of omega's step: losses (B,) at theta^k, or anew at theta^{k+1} (deviation 4).
 
     With a correction A (deviation 7), theta_hat first takes its own step on the weighted lower
-    loss, and C is L(theta) - A L(theta_hat). limits: clip and micro_batch of `descend`.
+    loss, and C is L(theta) - A L(theta_hat). measure, step: how losses are read and theta_hat
+    descends; train_online.py has its own. limits: of `step`.
     """
     if at_next:
-        losses, _ = batches.row_losses(model, lower_batch)
+        losses = measure(model, lower_batch)
     if correction:
         with models.adapter(model, "theta_hat"):
-            _, attained, norm = descend(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
-                                        **limits)
+            _, attained, *_, norm = step(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
+                                         **limits)
             if at_next:
-                attained, _ = batches.row_losses(model, lower_batch)
+                attained = measure(model, lower_batch)
         losses = losses - correction * attained.to(losses) + 0 * norm.to(losses)  # inf: main stops
     return losses
 

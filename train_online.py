@@ -57,6 +57,7 @@ from runtime.command import run as run_command
 from runtime.processes import all_sum, share_list
 from selector import dynamic_mask, static_mask
 from toy import corpus
+from train_offline import omega_losses
 from upper import upper_losses
 from utils import UserError, content_hash
 
@@ -322,34 +323,14 @@ def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho
     return upper_all, plain_all, lower_all, ratios[written], num_clamped.item(), norm
 
 
-# --- line 14: C of omega's step -------------------------------------------------------------------
+# --- line 14: C of omega's step, of `train_offline.omega_losses` ----------------------------------
 
 def mean_answer_losses(model, lower_batch):
     """(1/G) sum_g L_{i,g}, no gradient, no ratio (C_omega), (B_low,); 0 for a dropped row."""
     rows = [row for answers in lower_batch for row in answers.rows]
-    if not rows:
-        return torch.zeros(len(lower_batch))
     losses, _ = batches.row_losses(model, rows)
     parts = losses.split([len(answers.rows) for answers in lower_batch])
     return torch.stack([part.mean() if len(part) else losses.new_zeros(()) for part in parts])
-
-
-def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correction=0.0,
-                 theta_hat=None, optimizer=None, **limits):
-    """C (B,) of omega's step, the plain mean over answers; see train_offline.py.
-
-    theta_hat descends with r = 1 (deviation 13). limits: clip, micro_batch and num_answers.
-    """
-    if at_next:
-        losses = mean_answer_losses(model, lower_batch)
-    if correction and any(answers.rows for answers in lower_batch):
-        with models.adapter(model, "theta_hat"):
-            _, attained, *_, norm = descend(model, theta_hat, optimizer, [], lower_batch, weights,
-                                            1.0, **limits)
-            if at_next:
-                attained = mean_answer_losses(model, lower_batch)
-        losses = losses - correction * attained.to(losses) + 0 * norm.to(losses)  # inf: main stops
-    return losses
 
 
 def step_metrics(rho, weights, upper_now, plain, weighted, masked, present, used, num_clamped):
@@ -412,9 +393,10 @@ def main(argv=None):
         monitor.check_finite(run, grad_norm, weighted, lower_rows)
 
         # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
-        losses = omega_losses(run.model, lower_batch, weights, plain, **run.omega_options, **limits)
-        monitor.check_finite(run, losses.sum(), losses, lower_rows)
         if present.any():  # a dropped row has no loss; the others keep their share 1 / B
+            losses = omega_losses(run.model, lower_batch, weights, plain, step=descend,
+                                  measure=mean_answer_losses, **run.omega_options, **limits)
+            monitor.check_finite(run, losses.sum(), losses, lower_rows)
             run.selector.step(lower_rows[present], losses.cpu()[present],
                               gammas[epoch] * (present.sum().item() / len(present)))
 

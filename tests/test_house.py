@@ -148,7 +148,7 @@ def test_what_a_reader_of_one_step_has_to_read(tmp_path, files, folders):
 def test_a_name_has_one_meaning():
     """No two modules define a public function or class of one name; what is listed is the same
     thing twice: command lines, the two scripts' steps, the parts of the theory."""
-    same = {"main", "parse_args", "descend", "omega_losses", "measure", "print_table"}
+    same = {"main", "parse_args", "descend", "measure", "print_table"}
     homes = {}
     for name, path in MODULES.items():
         for node in ast.parse(path.read_text()).body:
