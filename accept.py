@@ -1,9 +1,8 @@
 """Refinement beyond the paper (`--refine accept`): which new answer may stand in for a bad one?
 
-An answer that the model draws says nothing about itself: weighted by a ratio of about one, its
-gradient is zero in expectation, and regenerating a row equals dropping it (docs/tried.md). So
-something outside the answer decides here: rows that are trusted, and other rows of the file.
-Three ways to an answer, and a margin of each:
+Weighted by a ratio of about one, the model's own answers have no gradient in expectation, and
+regenerating a row equals dropping it (docs/tried.md). So something else decides here: trusted rows,
+and other rows of the file. Three ways to an answer, and a margin of each:
 
     search     its own answer may stand behind another question. Of the answers of all suspect rows
                (of another question, unclear, or masked by a file and not cut) the SHORTLIST that
@@ -25,13 +24,11 @@ disjoint parts of at most PART questions:
     gate       measures with other rows what that threshold is worth. A way whose precision misses
                PRECISION by more than SLACK, or surely replaces more than FALSE, is closed.
 Both count (right + 1) / (accepted + 2), never quite 0 or 1. A found answer trains with that of the
-gate as its weight, a cut answer as far as it goes, without an end token. Any other row is dropped:
-what the model wrote itself teaches it nothing, and its errors are repeated every epoch
-(docs/tried.md). Such answers are written at the end, for the curated set.
+gate as its weight, a cut answer as far as it goes, without an end token. Any other row is dropped;
+what the model wrote itself teaches it nothing. It is written at the end, for the curated set.
 
 Right means: word for word. So `continue` and `generate` write answers of at most CLOSED tokens:
-longer ones cannot be checked by comparing, and what cannot be checked is not accepted. A trusted
-question with a longer answer is asked as well: a short answer to it is wrong.
+longer ones cannot be checked. A question with a longer answer is asked, too; a short one is wrong.
 """
 
 import collections
@@ -41,6 +38,7 @@ import time
 
 from batches import answer_row, prompt_of, row_losses
 from curate import greedy
+from data.sets import prompt_overlap
 from data.tokens import response_text
 from detect import WORD
 from generate import generate
@@ -286,10 +284,10 @@ def share_present(found, offered, missing):
 def tally(margins, right, threshold, present=None):
     """(right, all) of the new answers with a margin of the threshold or more.
 
-    present: of `share_present`, where every second trial is one without the own answer: the trials
-    then count as often as the file has such rows.
+    present: of `share_present`, where every second trial is one without the own answer: the two of
+    a row then count as one, each as often as the file has such rows.
     """
-    weights = (1, 1) if present is None else (2 * present, 2 * (1 - present))
+    weights = (1, 1) if present is None else (present, 1 - present)
     taken = [(weights[n % 2], ok) for n, (m, ok) in enumerate(zip(margins, right, strict=True))
              if m >= threshold]
     return sum(weight for weight, ok in taken if ok), sum(weight for weight, _ in taken)
@@ -445,13 +443,16 @@ def split_trusted(run):
     if run.args.num_answers > 1:
         raise UserError(f"--num-answers {run.args.num_answers}: {name} writes one answer, the "
                         "likeliest")
+    held = run.levels.upper_heldout  # without questions that train, too: under --allow-overlap
+    trained = {*prompt_overlap(held, rows), *prompt_overlap(held, run.levels.lower)}
+    held = held.select([p for p, own in enumerate(held["row_id"][:]) if own not in trained])
     run.trusted, run.fresh = ([own.select(places) for places in trusted_parts(
-        own["prompt_hash"][:])] for own in (rows, run.levels.upper_heldout))
+        own["prompt_hash"][:])] for own in (rows, held))
     count, fresh = len(run.trusted[0]), len(run.fresh[0])
     if count < ENOUGH:
         raise UserError(f"{name}: {len(rows)} trusted rows of {len(set(rows['prompt_hash'][:]))} "
-                        "different questions; calibration and gate take half of the questions "
-                        f"each, at least {ENOUGH}: give {2 * ENOUGH} or more, or use --refine drop")
+                        f"different questions train; {2 * ENOUGH} are needed: give more, hold out "
+                        "others (--upper-heldout), or use --refine drop")
     print(f"trusted rows: all {len(rows)} train; {count} calibrate what is found, {count} are its "
           f"gate; held out: {fresh} calibrate what is written, {fresh} are its gate")
 

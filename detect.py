@@ -360,7 +360,7 @@ CLOSED = 12                    # words: at most so many make an answer that can 
 TURN = re.compile(r"\n(?![-*+•] )\W{0,9}(User|Human|Instruction|Q)\W{0,9}:")
 MARK = re.compile(r"<\|(im_start|user|start_)|\[INST\]")
 ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|interview|transcript|screenplay", re.I)
-NOT = {zlib.crc32(word.encode()) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
+NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -418,8 +418,7 @@ def text_reasons(rows):
                         known.append(len(first))
                 first.extend(signature + end)
         reasons.append("duplicate" if same else "turn" if goes_on else None)
-        told.setdefault(key, (place, len(words), array("L", {zlib.crc32(w.encode())
-                                                             for w in words})))
+        told.setdefault(key, (place, len(words), array("q", {*map(hash, words)})))
     for told in answers.values():
         short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
         for place, _, own in told.values() if len(told) > 1 else ():

@@ -47,7 +47,8 @@ def parse_args(argv=None):
     add("--format", choices=FORMATS, required=True, help="pairs: rewritten over original answers")
     add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")
     add = command("losses", "losses of every set, before and after training", None)
-    add("--rows", help="a file of rows instead of the run's own sets")
+    add("--rows", help="file, folder or hub name of rows instead of the run's own sets")
+    add("--lower-columns", help="names of unknown columns of --rows")
     add("--out", help="also write one line a row")
     add("--device", default="auto")
     command("ranking", "top and bottom 10 %% of the rows over the epochs")
@@ -100,7 +101,8 @@ def main(argv=None):
         "keep": lambda args: print(rankings.rethreshold(args.runs, args.keep_fraction, args.out,
                                                         args.by)),
         "export": lambda args: print(export(args.runs, args.format, args.out)),
-        "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.out, args.device),
+        "losses": lambda args: losses.measure_losses(args.runs, args.rows, args.lower_columns,
+                                                     args.out, args.device),
         "ranking": lambda args: rankings.print_rankings([Run(f) for f in args.runs]),
         "qa": qa.run_qa,
         "answers": answers.print_answers,

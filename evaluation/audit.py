@@ -23,6 +23,7 @@ from evaluation.runs import (
     check_entry,
     check_output,
     each_line,
+    ranking_of,
     read_ranking,
     whole_texts,
 )
@@ -175,6 +176,7 @@ def run_audit(args):
     """Draw, ask, print; with --page alone only the page is written."""
     if args.count < 1:
         raise UserError(f"--count {args.count}: must be 1 or more")
+    args.ranking = ranking_of(args.ranking)
     rows, num_flagged, num_rows = drawn_rows(args.ranking, args.count, args.seed)
     texts = {key: tuple(whole_texts({"p": p, "r": r}).values())
              for key, (p, r) in texts_of(rows, args.rows, args.ranking,

@@ -116,15 +116,15 @@ def refined_rows(run, args, tokenizer):
             max_length=args.max_length, cache_dir=folder)[0]
 
 
-def sets_of(run, args, tokenizer, context, rows=None):
+def sets_of(run, args, tokenizer, context, rows=None, columns=None):
     """{name: tokenised rows} of everything to measure: the run's sets, or the file `rows` alone.
 
-    context: tokens that the model can read.
+    context: tokens that the model can read; columns: names of the file's, see data/layouts.py.
     """
     if rows:
         parts = {"rows": tokens.load_rows(
-            rows, tokenizer, template=args.template, turns=args.turns, max_length=args.max_length,
-            cache_dir=args.cache_dir)[0]}
+            rows, tokenizer, columns=columns, template=args.template, turns=args.turns,
+            max_length=args.max_length, cache_dir=args.cache_dir)[0]}
         sets.check_lengths(parts["rows"], context, str(rows))
         return parts
     levels = sets.load_levels(args, tokenizer, context)
@@ -151,7 +151,7 @@ def check_base(run, losses):
 
 # --- before and after -----------------------------------------------------------------------------
 
-def measure_losses(folder, rows=None, out=None, device="auto"):
+def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
     """Every set of a run (or a file of rows) under the base and the trained model, one table.
 
     The base of a run that began with an adapter has that adapter on, as in its result.json. Writes
@@ -168,7 +168,7 @@ def measure_losses(folder, rows=None, out=None, device="auto"):
         load_start(model, args.adapter)
     context = models.context_length(model.config)
     lines, values, cells = [], {}, []
-    for name, part in sets_of(run, args, tokenizer, context, rows).items():
+    for name, part in sets_of(run, args, tokenizer, context, rows, columns).items():
         tuned, lengths = row_losses(model, part, label=name)
         with models.adapter(model, "start") if args.adapter else model.disable_adapter():
             base, _ = row_losses(model, part, label=f"{name}, base")

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import utils
-from evaluation.runs import Run, check_output, read_ranking
+from evaluation.runs import Run, check_output, ranking_of, read_ranking
 from evaluation.texts import one_line, show_table
 from ranking import auroc
 from utils import UserError
@@ -33,10 +33,7 @@ def rethreshold(source, fraction, out=None, by="weight"):
     """
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
-    source = Path(source)
-    if source.is_dir():
-        source = next((source / f"{n}.jsonl" for n in ("weights", "curated")
-                       if (source / f"{n}.jsonl").exists()), source / "weights.jsonl")
+    source = ranking_of(source)
     out = Path(out) if out else source.with_name("kept.jsonl")
     if out.is_dir() or (out.exists() and out.samefile(source)):
         raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")

@@ -18,8 +18,8 @@ from utils import UserError
 
 # Files and folders that training and `eval.py losses` write and that this package reads.
 RUN_FILES = ("config.json", "metrics.jsonl", "result.json", "base.json", "losses.json",
-             "weights.jsonl", "curated.jsonl", "shown.jsonl", "tests.json", "weights", "adapter",
-             "checkpoints", "merged", "run.lock")
+             "weights.jsonl", "curated.jsonl", "shown.jsonl", "tests.json", "search.json",
+             "weights", "adapter", "checkpoints", "merged", "run.lock")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -323,6 +323,15 @@ class Run:
 
 
 # --- where to write -------------------------------------------------------------------------------
+
+def ranking_of(source):
+    """The path of a ranking: a file, or of a run folder its weights.jsonl or curated.jsonl."""
+    source = Path(source)
+    if not source.is_dir():
+        return source
+    return next((source / f"{n}.jsonl" for n in ("weights", "curated")
+                 if (source / f"{n}.jsonl").exists()), source / "weights.jsonl")
+
 
 def check_output(path, *inputs):
     """Make the folder of `path`; `UserError` unless a file can be written there that is no input.

@@ -392,10 +392,10 @@ def test_the_share_present_by_hand():
 
 
 def test_trials_count_as_often_as_the_file_has_such_rows():
-    """Ten pairs of trials; with the own answer all are right beyond 1, without it two are accepted.
-    At a share of 0.9 that is 18 right of 18.4, at 0.5 10 right of 12."""
-    margins, right = [2.0, 1.5] * 2 + [2.0, 0.0] * 8, [True, False] * 10
-    assert accept.tally(margins, right, 1.0) == (10, 12)
+    """Twenty rows tried twice; with the own answer all are right beyond 1, without it four are
+    accepted. At a share of 0.9 that is 18 right of 18.4, at 0.5 10 right of 12."""
+    margins, right = 2 * ([2.0, 1.5] * 2 + [2.0, 0.0] * 8), [True, False] * 20
+    assert accept.tally(margins, right, 1.0) == (20, 24)
     assert accept.tally(margins, right, 1.0, 0.5) == (10, 12)
     assert accept.tally(margins, right, 1.0, 0.9) == pytest.approx((18, 18.4))
     assert accept.threshold_of(margins, right, [NEVER], 0.9) == 1.5
@@ -575,9 +575,8 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
 
 
 @pytest.mark.parametrize(("upper", "changes", "line"), [
-    (31, {}, r"--refine accept: 31 trusted rows of 31 different questions; calibration and gate "
-             r"take half of the questions each, at least 16: give 32 or more, or use "
-             r"--refine drop"),
+    (31, {}, r"--refine accept: 31 trusted rows of 31 different questions train; 32 are needed: "
+             r"give more, hold out others \(--upper-heldout\), or use --refine drop"),
     (31, {"refine": "random"}, r"--refine random: 31 trusted rows"),
     (80, {"upper_limit": 20}, r"--refine accept: 20 trusted rows of 20 different"),
     (80, {"ratio_masked": 0.01}, r"--ratio-masked 0.01: masks none of 12 rows"),
@@ -607,6 +606,10 @@ def test_the_plan_says_what_the_trusted_rows_are_for(online, files):
     assert ("trusted rows: all 140 train; 35 calibrate what is found, 35 are its gate; held out: "
             "2 calibrate what is written, 2 are its gate") in run.text
     assert not run.out.exists()
+    shared = read_rows(paths["heldout"]) + read_rows(paths["upper"])[:9]
+    write_rows(paths["heldout"], shared)  # nine questions train, too: they say nothing
+    run = online(paths, refine="accept", dry_run=True, allow_overlap=True)
+    assert "held out: 2 calibrate what is written, 2 are its gate" in run.text
 
 
 def read_by(monkeypatch):

@@ -61,6 +61,7 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
     made = rank("random", files, keep_fraction=0.5)
     kept = {row["row_id"] for row in made.rows if row["kept"]}
     assert len(kept) == 10 and 4 not in {row["row_id"] for row in made.rows}
+    assert "random: 19 lower rows, dropped {'empty_response': 1}" in made.text
     trained = train(files, method="sft", keep=made.file, epochs=1)
     assert {row["row_id"] for row in trained.weights} == kept
 

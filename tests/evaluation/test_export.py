@@ -193,6 +193,9 @@ def test_export_of_pairs(train, online, files, tmp_path, monkeypatch):
     entries = [entry | {"refined": entry["response"]} for entry in rewritten[:3]] + rewritten[3:]
     export(write_rows(tmp_path / "same.jsonl", entries), "pairs", file)
     assert read_rows(file) == found[3:]  # an answer over itself says nothing
+    with pytest.raises(utils.UserError, match="recommends no new answer, so there are no pairs"):
+        export(write_rows(tmp_path / "none.jsonl", entries[:3]), "pairs", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------
