@@ -42,7 +42,7 @@ from utils import UserError, table
 
 # --- known bad rows: which ranking finds them -----------------------------------------------------
 
-BASELINES = ("random", "DSIR", "LESS", "loss", "length", "IFD")
+BASELINES = ("random", "DSIR", "LESS", "loss", "length", "IFD", "tests", "joined")
 ADAM = "--omega-optimizer adam --omega-lr 1e-4"
 CORRECTED = f"{BDS} --correction 0.7"
 
