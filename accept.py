@@ -329,8 +329,7 @@ def gate(calibrate, check, present=None):
 
     A trial is None for too few rows; present: see `tally`. threshold and weight are None when the
     way is closed. Of the gate's rows: precision, coverage of what is accepted; right: the share if
-    all were taken; false, false_bound: of good originals replaced, and its one-sided 95 % bound;
-    rows: trials; search has two a row.
+    all were taken; false, false_bound: of good originals replaced, its 95 % bound; rows: trials.
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
@@ -365,13 +364,10 @@ def as_rows(rows, ends, reasons=None):
     prompt, body, end: tokens, of the answer without and only its end tokens (`ends`); question,
     answer: texts; row_id; reason: of detect.py, None for none.
     """
-    made = []
-    for row, reason in zip(rows, reasons or [None] * len(rows), strict=True):
-        prompt, body, end = last_turn(row, ends)
-        made.append({"prompt": prompt, "body": body, "end": end,
-                     "question": row["prompt"], "answer": row["response"],
-                     "row_id": row["row_id"], "reason": reason})
-    return made
+    return [dict(zip(("prompt", "body", "end"), last_turn(row, ends), strict=True)) | {
+        "question": row["prompt"], "answer": row["response"], "row_id": row["row_id"],
+        "reason": reason}
+        for row, reason in zip(rows, reasons or [None] * len(rows), strict=True)]
 
 
 def attempts(model, rows, gates, found, sampling, text_of, context):

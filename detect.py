@@ -386,9 +386,8 @@ def minhashes(text):
 def text_reasons(rows):
     """"duplicate", "turn", "conflict" or None of each of an iterable of (prompt, answer); no model.
 
-    duplicate: a row that repeats an earlier one, word by word or, where its answer is longer than
-    CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer, since
-    one passage may have several questions.
+    duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
+    CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
     turn: another question (`TURN`) in an answer that is no dialogue, asked for or from its start.
     conflict: one question, word by word, whose answers differ in words of both, or in a "not"; one
     is short enough (`CLOSED`) to be a fact. Both rows, since nothing tells which one is right.

@@ -94,12 +94,10 @@ def print_plan(run):
     """Rows, tokens, steps, and what memory and disk the run needs, with the arithmetic."""
     args, longest = run.args, 0
     for name, rows in row_sets(run.levels).items():
-        report, lengths = run.levels.reports.get(name, {}), sets.row_lengths(rows)
-        dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
+        lengths = sets.row_lengths(rows)
         longest = max(longest, int(lengths.max()))
         print(f"{name}: {len(rows)} rows, {int(lengths.sum())} tokens"
-              + (f", dropped {dropped}" if dropped else "")
-              + (f", {report['truncated']} responses cut" if report.get("truncated") else ""))
+              + sets.left_out(run.levels.reports.get(name, {})))
     count = processes.world_size()
     print(f"steps: ceil({run.num_rows} lower rows / batch {args.batch}) = {run.steps_per_epoch} "
           f"an epoch, x {run.total_steps / run.steps_per_epoch:g} epochs = {run.total_steps}; "

@@ -135,13 +135,6 @@ def open_levels(args):
     return sets.load_levels(args, models.load_tokenizer(args.model), context)
 
 
-def left_out(report):
-    """How many rows of a source were dropped and why, and how many answers were cut, in words."""
-    dropped = {why: len(ids) for why, ids in report["dropped"].items() if ids}
-    return (f", dropped {dropped}" if dropped else "") + (
-        f", {report['truncated']} responses cut" if report["truncated"] else "")
-
-
 def score_rows(args, levels):
     """Scores of the lower rows, (N,), higher is better, and further columns of the output."""
     lower = levels.lower
@@ -182,7 +175,7 @@ def main(argv=None):
         raise UserError(f"--keep-fraction {args.keep_fraction} of {len(lower)} rows keeps none")
     for name in ("lower", *["upper"] * (args.method in (*NEEDS_UPPER, *TESTS))):
         if (rows := getattr(levels, name)) is not None:
-            print(f"{args.method}: {len(rows)} {name} rows{left_out(levels.reports[name])}",
+            print(f"{args.method}: {len(rows)} {name} rows{sets.left_out(levels.reports[name])}",
                   flush=True)
     values, columns = score_rows(args, levels)
     if not torch.isfinite(values).all():

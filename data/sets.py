@@ -158,6 +158,13 @@ def prompt_overlap(a, b):
         pyarrow.compute.is_in(part["prompt_hash"], value_set=other))["row_id"].to_pylist()]
 
 
+def left_out(report):
+    """How many rows of a set were dropped and why, and how many answers were cut, in words."""
+    dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
+    return (f", dropped {dropped}" if dropped else "") + (
+        f", {report['truncated']} responses cut" if report.get("truncated") else "")
+
+
 def sequence_lengths(rows):
     """Tokens of every sequence, (1, n) int64, of pairs (2, n); no token list becomes Python's."""
     names = [name for name in rows.column_names if name.endswith("input_ids")]

@@ -154,6 +154,7 @@ def check_base(run, losses):
 def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
     """Every set of a run (or a file of rows) under the base and the trained model, one table.
 
+    columns: names of the file's columns where they are unknown ones.
     The base of a run that began with an adapter has that adapter on, as in its result.json. Writes
     losses.json in the run folder (keys of result.json, the base's under "base/"), and one
     line a row to `out`: set, row_id, hash, base_loss, loss, length.

@@ -126,6 +126,12 @@ def test_any_source_that_was_ranked_is_read(files, refused, tmp_path):
     expected = audit.texts_of(rows, files[1], "ranking")
     for source in (frame, frame.parent):
         assert audit.texts_of(rows, str(source), "ranking", "prompt=q,response=a") == expected
+    (tmp_path / "run").mkdir()  # a run folder stands for its ranking
+    write_rows(tmp_path / "run" / "weights.jsonl", read_rows(files[0]))
+    page = tmp_path / "page.html"
+    front.main(["audit", str(tmp_path / "run"), "--rows", str(frame), "--lower-columns",
+                "prompt=q,response=a", "--page", str(page)])
+    assert page.read_text().count("<section>") == 40
     words = ["audit", str(files[0]), "--rows", str(frame)]
     assert "unknown layout" in refused(lambda: front.main(words))
     assert 'no column "x"' in refused(lambda: front.main(

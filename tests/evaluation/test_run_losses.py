@@ -43,6 +43,10 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
     front.main(["losses", str(run.out), "--rows", write_rows(
         tmp_path / "other.jsonl", make_rows(6, seed=77))])
     assert re.search(r"^rows +6 ", capfd.readouterr().out, re.M)
+    front.main(["losses", str(run.out), "--lower-columns", "prompt=q,response=a", "--rows",
+                write_rows(tmp_path / "named.jsonl", [
+                    {"q": row["prompt"], "a": row["response"]} for row in make_rows(7, seed=78)])])
+    assert re.search(r"^rows +7 ", capfd.readouterr().out, re.M)
 
     broken = tmp_path / "broken"
     shutil.copytree(run.out, broken)
