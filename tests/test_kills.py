@@ -1,12 +1,14 @@
 """Killed at random instants, set-up and end included, both scripts go on bit for bit."""
 
+import json
 import random
 import signal
 import time
 
 import pytest
-from conftest import flags, listing, make_rows, read_rows, write_rows
+from conftest import flags, listing, make_rows, write_rows
 from forking import Forks
+from test_resume import fingerprint
 
 COMMON = {"batch": 4, "micro_batch": 2, "lr": 1e-2, "save_every": 3, "epochs": 4}
 SCRIPTS = {
@@ -22,17 +24,6 @@ def forks(tmp_path_factory):
     made = Forks(tmp_path_factory.mktemp("forks") / "log")
     yield made
     made.end()
-
-
-def fingerprint(run):
-    """Everything a run leaves that must be equal byte for byte, by name."""
-    files = {name: (run / name).read_bytes() for name in listing(run)
-             if name.startswith(("weights", "adapter/", "curated", "shown", "base.json"))
-             or name == "result.json"}
-    assert {"adapter/adapter_model.safetensors", "weights.jsonl", "result.json"} <= set(files)
-    return files | {"metrics.jsonl": [{key: value for key, value in row.items()
-                                       if not key.startswith("time/")}
-                                      for row in read_rows(run / "metrics.jsonl")]}
 
 
 def killed_often(forks, script, folder, model, kills, seed):
@@ -65,8 +56,9 @@ def killed_often(forks, script, folder, model, kills, seed):
         assert found.keys() == whole.keys(), (seed, instants)
         assert [name for name in found if found[name] != whole[name]] == [], (seed, instants)
         assert not [name for name in listing(run) if "partial" in name], (seed, instants)
-    print(f"\n{script}: {done} kills in {number} runs of {len(whole['metrics.jsonl'])} steps "
-          f"({seconds:.1f} s left alone), at {min(instants):.0%} to {max(instants):.0%} of it, "
+    steps = len(json.loads(whole["metrics.jsonl"]))
+    print(f"\n{script}: {done} kills in {number} runs of {steps} steps ({seconds:.1f} s left "
+          f"alone), at {min(instants):.0%} to {max(instants):.0%} of it, "
           f"seed {seed}: all equal bit for bit; {time.perf_counter() - begun:.0f} s")
 
 

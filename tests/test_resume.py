@@ -1,20 +1,16 @@
 """Resume: a killed run goes on bit for bit, or is refused with a line that says why not.
 
-The long test runs real processes and kills them with SIGKILL; the others stop a run inside this
-process, which is quicker and reaches places that a signal hits only by luck.
+These tests stop a run inside this process, which is quick and reaches places that a signal hits
+only by luck; test_kills.py kills real processes.
 """
 
 import json
-import random
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, copy_tree, flags, listing, python, read_rows, write_rows
+from conftest import listing, read_rows, write_rows
 
 import train_offline
 import utils
@@ -26,13 +22,29 @@ TIMES = "time/"
 def fingerprint(run):
     """Everything a run leaves that must be equal byte for byte, by name."""
     files = {name: (run / name).read_bytes() for name in listing(run)
-             if name.startswith(("weights", "adapter/")) or name == "result.json"}
+             if name.startswith(("weights", "adapter/", "curated", "shown", "base.json"))
+             or name == "result.json"}
     assert {"adapter/adapter_model.safetensors", "weights.jsonl", "result.json"} <= set(files)
-    if json.loads(files["result.json"])["method"] == "bds":
-        assert any(name.startswith("weights/epoch_") for name in files)
+    method = json.loads(files["result.json"])["method"]
+    assert ("weights/epoch_1.safetensors" in files) == (method in ("bds", "online"))
+    assert ("curated.jsonl" in files) == (method == "online")
     steps = [{key: value for key, value in row.items() if not key.startswith(TIMES)}
              for row in read_rows(run / "metrics.jsonl")]
     return files | {"metrics.jsonl": json.dumps(steps)}
+
+
+def last_step(run):
+    """The last whole step in metrics.jsonl, -1 without one."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return -1
+    for line in reversed(lines):
+        try:
+            return json.loads(line)["step"]
+        except ValueError:
+            continue
+    return -1
 
 
 def test_a_resumed_run_removes_what_was_half_written(tmp_path):
@@ -261,62 +273,3 @@ def test_resume_without_a_run_starts_one(train, files, tmp_path):
     first = train(paths, out="a", batch=5, epochs=1, resume=True)
     second = train(paths, out="b", batch=5, epochs=1)
     assert_equal(first.out, second.out)
-
-
-# --- killed for real ------------------------------------------------------------------------------
-
-def last_step(run):
-    """The last whole step in metrics.jsonl, -1 without one."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return -1
-    for line in reversed(lines):
-        try:
-            return json.loads(line)["step"]
-        except ValueError:
-            continue
-    return -1
-
-
-@pytest.mark.slow
-def test_killed_three_times_equals_the_uninterrupted_run(files, folders, tmp_path):
-    """SIGKILL at three random instants, the first before any checkpoint: adapter, omega after
-    every epoch, ranking, result and metrics outside time/ equal those of a run left alone."""
-    paths = files(lower=60, upper=20)
-    rng = random.Random(time.time_ns())  # other instants every time; the message names them
-    instants = [rng.randrange(0, 5), rng.randrange(14, 32), rng.randrange(40, 66)]
-    command, environment = python("train_offline.py", *flags(
-        lower=paths["lower"], upper=paths["upper"], upper_heldout=paths["heldout"],
-        model=folders["llama"], cache_dir=tmp_path / "cache", batch=4, micro_batch=2, epochs=5,
-        save_every=6, lr=5e-3, omega_optimizer="adam", omega_lr=0.05, center=True))
-
-    def start(out, *more):
-        with open(tmp_path / "log", "a") as log:
-            return subprocess.Popen([*command, "--out", str(tmp_path / out), *more], cwd=ROOT,
-                                    env=environment, stdout=log, stderr=log)
-
-    whole, run = start("whole"), tmp_path / "run"
-    for number, instant in enumerate(instants):
-        process = start("run", *(["--resume"] if number else []))
-        deadline = time.monotonic() + 120
-        while last_step(run) < instant and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, (tmp_path / "log").read_text()
-        if number == 0:
-            assert not list(run.glob("checkpoints/step_*"))
-    assert last_step(run) < 74 and list(run.glob("checkpoints/step_*"))
-    killed = copy_tree(run, tmp_path / "killed")
-    assert start("run", "--resume").wait() == 0, (tmp_path / "log").read_text()
-    assert whole.wait() == 0
-    assert len(read_rows(run / "metrics.jsonl")) == 75
-    print("killed at the steps", instants)
-    assert_equal(run, tmp_path / "whole")
-    # It went on from the checkpoint and did not simply start again: the times of the steps before
-    # it are those of the killed process.
-    done = max(int(path.name[5:]) for path in killed.glob("checkpoints/step_*"))
-    before, after = (read_rows(out / "metrics.jsonl")[:done] for out in (killed, run))
-    assert done >= 36 and before == after
-    assert not [name for name in listing(run) if ".partial" in name]

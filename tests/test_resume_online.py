@@ -1,11 +1,9 @@
 """Resume of online runs: killed anywhere, during generation too, they go on bit for bit.
 
-Some tests kill real processes with SIGKILL; the others stop a run inside this process, which is
-quicker and reaches places that a signal hits only by luck.
+One test kills a real process with SIGKILL, and test_kills.py does often; the others stop a run
+inside this process, which is quicker and reaches places that a signal hits only by luck.
 """
 
-import json
-import random
 import signal
 import subprocess
 import time
@@ -13,7 +11,7 @@ import time
 import pytest
 import torch
 from conftest import ROOT, copy_tree, flags, listing, python, read_rows, write_rows
-from test_resume import Killed, last_step
+from test_resume import Killed, assert_equal, fingerprint, last_step
 
 import accept
 import curate
@@ -21,23 +19,6 @@ import models
 import train_online
 from runtime import metrics
 from utils import content_hash
-
-
-def fingerprint(run):
-    """Everything a run leaves that must be equal byte for byte, by name."""
-    files = {name: (run / name).read_bytes() for name in listing(run)
-             if name.startswith(("weights", "adapter/", "curated")) or name == "result.json"}
-    assert {"adapter/adapter_model.safetensors", "weights.jsonl", "curated.jsonl", "result.json",
-            "weights/epoch_1.safetensors"} <= set(files)
-    steps = [{key: value for key, value in row.items() if not key.startswith("time/")}
-             for row in read_rows(run / "metrics.jsonl")]
-    return files | {"metrics.jsonl": json.dumps(steps)}
-
-
-def assert_equal(run, whole):
-    run, whole = fingerprint(run), fingerprint(whole)
-    assert run.keys() == whole.keys()
-    assert [name for name in run if run[name] != whole[name]] == []
 
 
 @pytest.fixture
@@ -358,28 +339,3 @@ def test_killed_during_generation_equals_the_uninterrupted_run(processes, tmp_pa
     assert whole.wait() == 0
     assert_equal(run, tmp_path / "whole")
     assert read_rows(killed / "metrics.jsonl")[:4] == read_rows(run / "metrics.jsonl")[:4]
-
-
-@pytest.mark.slow
-def test_killed_five_times_equals_the_uninterrupted_run(processes, tmp_path):
-    """SIGKILL at four random steps and once during generation, each time resumed."""
-    rng = random.Random(time.time_ns())  # other instants every time; the message names them
-    instants = sorted(rng.sample(range(1, 29), 4))
-    whole, run, marker = processes.start("whole"), tmp_path / "run", tmp_path / "marker"
-    place = rng.randrange(5)
-    print("killed at the steps", instants, "and during generation before number", place)
-    started = []
-    for number in range(5):
-        resume = ["--resume"] if number else []
-        if number == place:
-            process = processes.start("run", *resume, wait_in=1 if number else 2)
-            processes.kill(process, marker.exists)
-        else:
-            instant = instants[len(started)]
-            started.append(instant)
-            process = processes.start("run", *resume)
-            processes.kill(process, lambda instant=instant: last_step(run) >= instant)
-    assert processes.start("run", "--resume").wait() == 0, processes.log.read_text()
-    assert whole.wait() == 0
-    assert_equal(run, tmp_path / "whole")
-    assert not [name for name in listing(run) if ".partial" in name]
