@@ -1,16 +1,18 @@
-"""Which rows to keep, without bilevel training: random, DSIR, LESS, loss, length, IFD, row tests.
+"""Which rows to keep, without bilevel training: random, DSIR, LESS, RDS+, controls, row tests.
 
     python -m baselines less --lower noisy.jsonl --upper trusted.jsonl --model NAME
     python -m baselines dsir                                      # the embedded toy
     python train_offline.py --method sft --keep kept.jsonl ...    # train on the kept rows
 
 Every line of --out is a row: row_id, hash, rank (1 = best), kept, score (higher is better).
-random, DSIR and LESS are the paper's baselines (section 5); loss, length and IFD are controls;
-tests and joined need no trusted rows, and take them as their null where --upper names some.
+random, DSIR and LESS are the paper's baselines (section 5), RDS+ is a later one; loss, length and
+IFD are controls; tests and joined need no trusted rows, and take them as their null where --upper
+names some.
 
     random   a seeded permutation                                                   scores.py
     dsir     how much likelier a row's n-grams are among the upper rows             dsir.py
     less     how far an Adam step on this row lowers the upper loss                 less.py
+    rds      how near a row's hidden states are to an upper row's                     rds.py
     loss     minus the base model's mean response loss                              scores.py
     length   characters of the response, longer is better                           scores.py
     ifd      mean loss given the prompt / mean loss behind the blank prompt         scores.py
@@ -19,6 +21,6 @@ tests and joined need no trusted rows, and take them as their null where --upper
 
 Each file lists where it deviates from its source. Common to all: the upper rows that training would
 hold out are held out here, by the same flags, model and seed: without --model no row is too long,
-and a file that holds such rows is split otherwise. Of preference pairs (`--upper-loss dpo`, as
-in training) DSIR and LESS see the chosen responses.
+and a file that holds such rows is split otherwise. Of preference pairs (`--upper-loss dpo`, as in
+training) DSIR, LESS and RDS+ see the chosen responses.
 """

@@ -15,15 +15,16 @@ import utils
 from baselines import scores
 from baselines.dsir import dsir_scores
 from baselines.less import run_less
+from baselines.rds import rds_scores
 from baselines.tests import score_by_tests
 from data import sets, sources
 from runtime import command, processes
 from toy import corpus
 from utils import UserError
 
-METHODS = ("random", "dsir", "less", "loss", "length", "ifd", "tests", "joined")
-NEEDS_UPPER, TESTS = ("dsir", "less"), ("tests", "joined")
-NEEDS_MODEL = ("less", "loss", "ifd", *TESTS)
+METHODS = ("random", "dsir", "less", "rds", "loss", "length", "ifd", "tests", "joined")
+NEEDS_UPPER, TESTS = ("dsir", "less", "rds"), ("tests", "joined")
+NEEDS_MODEL = ("less", "rds", "loss", "ifd", *TESTS)
 # Flags of the training scripts that mean the same here, with their one home there: how rows are
 # read, and these.
 SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
@@ -154,6 +155,9 @@ def score_rows(args, levels):
                                args.four_bit)
     if args.method == "loss":
         return scores.loss_scores(model, lower), {}
+    if args.method == "rds":
+        values, cosines = rds_scores(model, lower, levels.upper)
+        return values, {"cosine": cosines}
     if args.method in TESTS:
         values, columns, tests = score_by_tests(model, models.load_tokenizer(args.model), levels,
                                                 args.seed)

@@ -3,6 +3,7 @@
 Scales, seeds and folders are those of the tables, whose finished runs are used again.
 """
 
+import operator
 import shlex
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from utils import UserError, table
 
 # --- known bad rows: which ranking finds them -----------------------------------------------------
 
-BASELINES = ("random", "DSIR", "LESS", "loss", "length", "IFD", "tests", "joined")
+BASELINES = ("random", "DSIR", "LESS", "RDS+", "loss", "length", "IFD", "tests", "joined")
 ADAM = "--omega-optimizer adam --omega-lr 1e-4"
 CORRECTED = f"{BDS} --correction 0.7"
 
@@ -50,9 +51,11 @@ CORRECTED = f"{BDS} --correction 0.7"
 def compare_selectors(args):
     """AUROC, precision and recall of every selector on a lower set with known bad rows.
 
-    --only names runs and baselines.
+    --only names runs and baselines. CoLoR (Brandfonbrener et al. 2024, arXiv 2406.10670): the loss
+    that training on the trusted rows alone takes off a row.
     """
-    runs = {"BDS": BDS, "BDS corrected": CORRECTED, "BDS, published rate": f"{BDS} {ADAM}"}
+    runs = {"BDS": BDS, "BDS corrected": CORRECTED, "BDS, published rate": f"{BDS} {ADAM}",
+            "CoLoR": f"{OFF} --method mix --rho 1e-9"}  # as good as the trusted rows alone
     names = chosen(args, [*runs, *BASELINES])
     baselines = [name for name in BASELINES if name in names]
     files_of = execute(args, {name: runs[name] for name in runs if name in names},
@@ -70,6 +73,8 @@ def compare_selectors(args):
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
                        for file in files_of.get(run, ())]
+    rows["CoLoR"] = [ranking_scores(file.with_name("weights.jsonl"), color) | {
+        "seconds": seconds_of(file)} for file in files_of.get("CoLoR", ())]
     rows = {title: values for title, values in rows.items() if values}
     for run, file in zip(rows.get("row tests, guided", ()), files_of.get("BDS", ()), strict=True):
         run |= guided_rows(file.with_name("weights.jsonl"))
@@ -87,7 +92,7 @@ def compare_selectors(args):
                *seed_verdict([1 - run["auroc"] for run in rows[name]],
                              [1 - run["auroc"] for run in rows["loss"]])]
               for name in ("omega", "omega, corrected", "corrected loss", "row tests, guided",
-                           "LESS", "IFD") if {name, "loss"} <= set(rows)]
+                           "CoLoR", "LESS", "RDS+", "IFD") if {name, "loss"} <= set(rows)]
     if claims:
         print_claims(claims, "1 - AUROC")
     kinds = [key for key in keys if key.startswith("auroc")]
@@ -104,12 +109,16 @@ def guided_rows(file):
     return {"guided": len(bad), "guided_bad": sum(bad) / len(bad) if bad else None}
 
 
-def ranking_scores(file):
-    """Ranking metrics of a kept.jsonl against its own columns bad and, where it has one, kind."""
+def color(row):
+    return row["base_loss"] - row["final_loss"]
+
+
+def ranking_scores(file, score=operator.itemgetter("score")):
+    """Ranking metrics of a file's rows against their columns bad and, where they have one, kind."""
     import torch
 
     rows = utils.read_jsonl(file)
-    return ranking_metrics(torch.tensor([row["score"] for row in rows], dtype=torch.float64),
+    return ranking_metrics(torch.tensor([score(row) for row in rows], dtype=torch.float64),
                            torch.tensor([row["bad"] for row in rows]),
                            [row.get("kind") or "bad" for row in rows])
 

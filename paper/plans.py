@@ -193,7 +193,7 @@ def plan_of(args, methods, folder, scale, toy_rows):
                 plan.commands[file] = shlex.join(
                     [*training_words(args, parts, command, rows), *end, str(out)])
             else:
-                name, kept = command or method.lower(), out.with_name(f"seed-{seed}.kept.jsonl")
+                name, kept = command or slug(method), out.with_name(f"seed-{seed}.kept.jsonl")
                 plan.commands[kept] = shlex.join(
                     ["-m", "baselines", name, *toy_words(rows), *parts["data"],
                      *parts["select"], *end, str(kept)])

@@ -30,7 +30,7 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
     for seed in range(3):
         theirs = sets.load_levels(
             train_offline.parse_args([*words, "--seed", str(seed)]), tokenizer, 128)
-        for method in ("dsir", "less"):
+        for method in ("dsir", "less", "rds"):
             ours = command.open_levels(
                 command.parse_args([method, *words, "--seed", str(seed)]))
             for name, count in (("upper", 26), ("upper_heldout", 2)):
@@ -39,14 +39,14 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
                 assert len(ids) == count and not {4, 9} & {*ids}
 
 
-def test_dsir_and_less_see_the_chosen_responses(rank, preferences, tmp_path):
+def test_dsir_less_and_rds_see_the_chosen_responses(rank, preferences, tmp_path):
     """As if the upper rows were the chosen ones and nothing else."""
     files, pairs = preferences
     less = {"epochs": 1, "warmup_fraction": 0.5, "lr": 1e-2, "batch": 4, "lora_rank": 2}
     chosen = [{"prompt": pair["prompt"], "response": pair["chosen"]}
               for number, pair in enumerate(pairs) if number not in (4, 9)]
     alone = files | {"upper": write_rows(tmp_path / "chosen.jsonl", chosen)}
-    for method, options in (("dsir", {}), ("less", less)):
+    for method, options in (("dsir", {}), ("less", less), ("rds", {})):
         made = rank(method, files, out=f"{method} pairs", upper_loss="dpo", **options)
         same = rank(method, alone, out=f"{method} chosen", **options)
         assert "26 upper rows" in made.text

@@ -132,10 +132,19 @@ def test_controls_use_the_finished_runs_and_rows_of_their_own(here, monkeypatch)
 
 
 def test_selectors_are_runs_and_baselines_that_only_names(here, capsys):
-    main(["selectors", "--list", "--seeds", "1", "--only", "BDS corrected; loss"])
+    main(["selectors", "--list", "--seeds", "1", "--only", "BDS corrected; CoLoR; RDS+; loss"])
     lines = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
-    assert [line[0] for line in lines] == ["train_offline.py", "-m"]
-    assert lines[1] == ["-m", "baselines", "loss"]
+    assert [line[0] for line in lines] == ["train_offline.py", "train_offline.py", "-m", "-m"]
+    assert [line[1:] for line in lines[2:]] == [["baselines", "rds"], ["baselines", "loss"]]
+
+
+def test_color_is_what_the_trusted_rows_take_off_a_loss(tmp_path):
+    """The bad row is the one whose loss falls least, whatever it was."""
+    rows = [{"base_loss": 3.0, "final_loss": 2.0, "bad": False},
+            {"base_loss": 1.0, "final_loss": 0.9, "bad": True},
+            {"base_loss": 1.5, "final_loss": 1.2, "bad": False}]
+    file = write_rows(tmp_path / "weights.jsonl", rows)
+    assert experiments.ranking_scores(file, experiments.color)["auroc"] == 1.0
 
 
 # --- last: minutes --------------------------------------------------------------------------------

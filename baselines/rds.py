@@ -1,0 +1,58 @@
+"""RDS+ (Ivison et al. 2025, arXiv 2503.01807): rows whose hidden states lie near the upper rows'.
+
+    r(row) = sum_i i h_i / sum_i i,   h_i the last hidden state of token i, prompt and response
+
+The upper rows take turns: each takes the lower row of the largest cosine of r that it has not asked
+for yet. A row that another one has taken costs the turn. So a row's place is the first turn in
+which it is asked for. Both as the authors' code does it (hamishivi/automated-instruction-selection:
+`--pooling weighted_mean`, then `max`). Deviation:
+
+ 1. Rows are packed without padding. Theirs weighs padding too, unless the batch is one row.
+"""
+
+import torch
+
+import batches
+from logprobs import packed_forward
+
+UPPER_AT_ONCE = 64  # their cosines with every lower row are in memory together
+
+
+@torch.no_grad()
+def representations(model, rows, label=None):
+    """Unit vectors r / |r| of the rows, (n, hidden size) float32 on the CPU."""
+    vectors = []
+    for group in batches.token_groups(batches.tokens_only(rows), range(len(rows)), label):
+        batch = batches.pack(group, model.device)
+        hidden = packed_forward(model.base_model, batch).float()
+        weighted = hidden * (batch["position_ids"][0] + 1)[:, None]
+        sums = [part.sum(dim=0) for part in weighted.split(batch["cu_seqlens"].diff().tolist())]
+        vectors.append(torch.nn.functional.normalize(torch.stack(sums)).cpu())
+    return torch.cat(vectors)
+
+
+def first_turns(lower, upper):
+    """(first turn (N,) int64 in which a row is asked for, its largest cosine (N,) float32).
+
+    lower (N, d), upper (M, d) unit vectors. In turn n the upper row n mod M asks for its (n // M +
+    1)-th nearest row; of equally near ones the earlier comes first.
+    """
+    turns = torch.full((len(lower),), len(lower) * len(upper))
+    nearest = torch.full((len(lower),), -1.0)
+    for start in range(0, len(upper), UPPER_AT_ONCE):
+        cosines = upper[start:start + UPPER_AT_ONCE] @ lower.T
+        places = cosines.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        number = start + torch.arange(len(cosines))[:, None]
+        turns = turns.minimum((places * len(upper) + number).min(dim=0).values)
+        nearest = nearest.maximum(cosines.max(dim=0).values)
+    return turns, nearest
+
+
+def rds_scores(model, lower, upper):
+    """(scores (N,) float64, higher is better; the largest cosine (N,) float64).
+
+    The score is minus the first turn; NaN where a hidden state is not finite.
+    """
+    turns, nearest = first_turns(*(representations(model, rows, f"rds: {name} rows")
+                                   for name, rows in (("lower", lower), ("upper", upper))))
+    return torch.where(nearest.isfinite(), -turns.double(), torch.nan), nearest.double()
