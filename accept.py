@@ -36,7 +36,7 @@ import json
 import math
 import time
 
-from batches import answer_row, prompt_of, row_losses
+from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
 from data.sets import prompt_overlap
 from data.tokens import response_text
@@ -45,7 +45,7 @@ from generate import generate
 from ranking import blank_prompt, end_ids, last_turn
 from runtime import folder
 from runtime.processes import share_list
-from utils import UserError, content_hash, table
+from utils import UserError, table
 
 # ruff: isort: split
 import torch
@@ -541,8 +541,7 @@ def repair(run, places, sampling, number, write):
         row["reason"], ("generate",))} if write else ())
     tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
-    generator = torch.Generator().manual_seed(
-        int(content_hash(str(run.args.seed), "accept", str(number)), 16) >> 1)
+    generator = seeded(run.args.seed, "accept", number)
     by_chance = run.args.refine == "random"
     decisions = accept_or_drop(rows, tried, gates, generator if by_chance else None)
     if by_chance:

@@ -24,16 +24,18 @@ SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose res
 
 # --- order ----------------------------------------------------------------------------------------
 
+def seeded(*names):
+    """A generator of its own: it does not depend on what else drew random numbers."""
+    return torch.Generator().manual_seed(int(content_hash(*map(str, names)), 16) >> 1)
+
+
 @functools.lru_cache(maxsize=4)
 def permutation(num_rows, seed, epoch, stream):
     """The order of an epoch, (num_rows,) int64; `stream` 0 is the lower level, 1 the upper.
 
-    A generator of its own: the order does not depend on what else drew random numbers. Cached,
-    every step asks: do not write into it.
+    Cached, every step asks: do not write into it.
     """
-    generator = torch.Generator().manual_seed(
-        int(content_hash(str(seed), str(epoch), str(stream)), 16) >> 1)
-    return torch.randperm(num_rows, generator=generator)
+    return torch.randperm(num_rows, generator=seeded(seed, epoch, stream))
 
 
 def epoch_batch(num_rows, batch, seed, epoch, k):

@@ -1,4 +1,4 @@
-"""Response level: how much each answer to one question counts (section 4 and appendix B).
+"""Response level: how much each answer to one question counts (section 4 and appendix C).
 
 BMO treats every answer's loss L_m as its own objective and guides the choice among the weakly
 Pareto optimal models by validation. Its penalty is a merit function that is zero exactly on that

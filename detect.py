@@ -157,7 +157,8 @@ def good_side(values, name=None):
 
     The values up to the median, and their mirror images above it, on the scale on which a detector
     is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
-    a loss. The more rows are bad, the higher the median, which costs power alone.
+    a loss, -exp(-x / SKEW) of a slip. The more rows are bad, the higher the median, which costs
+    power alone.
     """
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
@@ -320,7 +321,8 @@ def judge(surprising, found, made=None, fdr=FDR):
     file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
     `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni. reason: the detector
     that wins, "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A
-    garbled answer has a strange end and fits no question: a fluency below p = 0.01 explains both.
+    garbled answer has a strange end and fits no question: a fluency below a weighted p of 0.01
+    explains both.
     """
     names = list(surprising)
     table = torch.stack([surprising[name] for name in names], dim=1)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from utils import content_hash
+from batches import seeded
 
 WIDTH_STEP = 128      # prompts are padded to multiples of it under a static cache
 LARGEST_BATCH = 1024  # answers at a time on CUDA; beyond it decoding gains nothing
@@ -109,7 +109,7 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         mask[row, width - len(prompt):] = 1
     processors = LogitsProcessorList()
     if temperature > 0:
-        uniforms = torch.stack([torch.rand(config.max_new_tokens, generator=_generator(seed))
+        uniforms = torch.stack([torch.rand(config.max_new_tokens, generator=seeded(seed))
                                 for seed in seeds]).to(model.device)
         processors.append(_SeededSampler(uniforms, width, temperature))
     return model.generate(
@@ -139,10 +139,6 @@ def _fitting_batch(model, length):
     free = torch.cuda.mem_get_info(model.device)[0] + (
         torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
     return max(1, min(LARGEST_BATCH, int(MEMORY_SHARE * free) // (cache + other)))
-
-
-def _generator(seed):
-    return torch.Generator().manual_seed(int(content_hash(seed), 16) >> 1)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     implicit (N,): the implicit weight at the final model. omega has judged a masked row's *new*
     answers, which any model finds likely; its original is judged by the implicit weight. Both
     become rank shares in the row's own group. Rows of a static mask are a random sample, as good as
-    the others; those of a mask drawn by the weights (mask_is_ranked) were the worst when they were
+    the others; those of a mask by weights or a file (mask_is_ranked) were the worst when they were
     masked and come after them.
     """
     scores = torch.where(masked, implicit.to(omega), omega)
@@ -328,9 +328,10 @@ def verdicts(found, trusted, made, text_reasons=()):
         names.remove("end")
         notes.append("the model does not know where answers end (AUROC of rows cut at random "
                      f"{known:.2f}): ends are not judged")
-    if trusted is not None and len(trusted["length"]) < detect.LEAST:
-        notes.append(f"{len(trusted['length'])} trusted rows are too few to say what good rows "
-                     f"look like; {detect.LEAST} or more do")
+    for level, rows in (("lower", found), ("trusted", trusted)):
+        if rows is not None and len(rows["length"]) < detect.LEAST:
+            notes.append(f"{len(rows['length'])} {level} rows are too few to say what good rows "
+                         f"look like; {detect.LEAST} or more do")
     surprising = detect.surprises(found, trusted, made, names)
     surprise, flagged, reason = detect.judge(surprising, found, made)
     surprise, least = flagged_last(surprise, flagged)

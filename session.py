@@ -289,7 +289,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     """The ranking of every lower row, adapter, final metrics, one table and the RESULT line.
 
     masked (N,) bool: rows of which omega judged new answers; mask_is_ranked: they are those that
-    the weights put last. curate(ranks, kept) writes the curated set and returns more metrics.
+    weights or a file put last. curate(ranks, kept) writes the curated set, returns more metrics.
     """
     args, lower = run.args, run.levels.lower
     run.progress.close()

@@ -4,7 +4,7 @@
     python train_offline.py                                          # the embedded toy
     torchrun --nproc-per-node 8 train_offline.py --lower ...         # eight GPUs, the same run
 
-The penalty form of the bilevel problem (Eqs. BDS and offline_PBGD; PBGD-1 and PBGD-2):
+The penalty form of the bilevel problem (Eq. BDR and algorithm offline_PBGD; PBGD-1 and PBGD-2):
 
     theta <- theta - beta  ( grad L_val(theta) + gamma_k mean_i W_i(omega) grad L_i(theta) )
     omega <- omega - alpha gamma_k grad_omega mean_i W_i(omega) L_i(theta^{k+1})

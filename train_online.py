@@ -15,7 +15,8 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
-    k = K_gen. `--first-refresh K` trains on originals up to step K, a mask FILE under drop aside.
+    k = K_gen. `--first-refresh K` trains on originals up to step K; a mask FILE drops them from
+    step 0 on, but under generate and original.
 10. The ratio is one of sequence probabilities, sums over tokens, at temperature 1, scored by the
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
@@ -35,6 +36,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 import argparse
 import math
 import time
+from pathlib import Path
 
 import accept
 import batches
@@ -92,6 +94,8 @@ def parse_args(argv=None):
     options.add_arguments(parser)
     parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
     args = options.parse(parser, argv, PRESETS)
+    if args.mask not in ("static", "dynamic") and not Path(args.mask).exists():
+        raise UserError(f"--mask {args.mask}: neither static, dynamic nor a file")
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")
     options.at_least_one(args, "num_answers", "k_gen", "max_new_tokens", "generation_batch")
@@ -107,7 +111,7 @@ def parse_args(argv=None):
 
 
 def check_refreshes(args, run):
-    """The arithmetic of masks and refreshes, printed; whether the last mask is one by weights."""
+    """Prints the arithmetic of masks and refreshes; returns whether the last mask is ranked."""
     num_masked, run.given_mask = round(args.ratio_masked * run.num_rows), None
     if args.mask not in ("static", "dynamic"):
         run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
@@ -171,8 +175,7 @@ def begin(run, sampling):
 
 def new_mask(kind, ratio_masked, logits, before, seed, refresh):
     """Line 3: I_M (N,) bool. Static: drawn once; dynamic: the bottom R of the weights now."""
-    generator = torch.Generator().manual_seed(
-        int(content_hash(str(seed), "mask", str(refresh)), 16) >> 1)
+    generator = batches.seeded(seed, "mask", refresh)
     if kind == "dynamic":
         return dynamic_mask(logits, ratio_masked, generator)
     return before if before.any() else static_mask(len(logits), ratio_masked, generator)

@@ -95,7 +95,7 @@ def each_jsonl(path):
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} line {number}: not valid JSON ({error})") from None
+        raise UserError(f"{path} line {number or 1}: not valid JSON ({error})") from None
 
 
 def content_hash(*texts):

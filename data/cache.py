@@ -80,21 +80,14 @@ def checksum(path, report):
 
 
 @contextlib.contextmanager
-def open_handle(path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
 def half_made(cache_dir):
     """A new folder in `cache_dir` that is gone afterwards, under a lock that all makers share.
 
     Who finds no maker at work clears what killed ones have left: locks die with their process.
     """
-    with open_handle(cache_dir) as lock, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        lock = os.open(cache_dir, os.O_RDONLY)
+        stack.callback(os.close, lock)
         with contextlib.suppress(OSError):  # others are at work, or this file system has no locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for partial in cache_dir.glob(".partial-*"):

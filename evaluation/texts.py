@@ -49,7 +49,7 @@ def formatted(value):
 
 
 def show_table(header, rows):
-    """`eval.table` on the terminal; texts in one line of at most CELL characters."""
+    """`utils.table` on the terminal; texts in one line of at most CELL characters."""
     def line(row):
         return [one_line(cell) if isinstance(cell, str) else cell for cell in row]
 

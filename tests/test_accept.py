@@ -569,7 +569,7 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
         assert re.search(line, refused(lambda: online(paths, out="x", **options)))
     mask_of(rows, lambda n: n > 3, hash="0123456789abcdef")
     assert "the ranking belongs to other data" in refused(lambda: online(paths, out="x", **options))
-    assert "statik: no such file" in refused(
+    assert "--mask statik: neither static, dynamic nor a file" in refused(
         lambda: online(paths, out="x", **options | {"mask": "statik"}))
     assert not (tmp_path / "x").exists()
 

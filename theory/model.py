@@ -97,15 +97,6 @@ def level_losses(token_losses, problem):
     return rows[:problem.N_val], rows[problem.N_val:]
 
 
-def penalty_objective(omega, theta, problem, gamma):
-    """L_gamma = (1/N') sum_j L(val_j) + (gamma/N) sum_i softmax(omega)_i L(sft_i), differentiable.
-
-    Written from the definition, so that autograd checks `penalty_gradient`, not itself.
-    """
-    upper, lower = level_losses(forward(theta, problem.tokens).losses, problem)
-    return upper.mean() + gamma / problem.N * (torch.softmax(omega, 0) * lower).sum()
-
-
 def penalty_gradient(sigma, theta, problem, gamma):
     """L_gamma, its gradient, the token weights c and the forward pass.   (Lemma penalty gradient)
 
