@@ -51,8 +51,8 @@ def first_turns(lower, upper):
 def rds_scores(model, lower, upper):
     """(scores (N,) float64, higher is better; the largest cosine (N,) float64).
 
-    The score is minus the first turn; NaN where a hidden state is not finite.
+    The score is minus the first turn, counted from 1; NaN where a hidden state is not finite.
     """
     turns, nearest = first_turns(*(representations(model, rows, f"rds: {name} rows")
                                    for name, rows in (("lower", lower), ("upper", upper))))
-    return torch.where(nearest.isfinite(), -turns.double(), torch.nan), nearest.double()
+    return torch.where(nearest.isfinite(), -1.0 - turns.double(), torch.nan), nearest.double()
