@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 from paper import rendering
+from paper.statistics import seed_verdict
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text()
          for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -276,10 +277,15 @@ def test_what_was_found_is_stored():
              ("curated", "the top k are better than the raw set"),
              ("curated", "rewrites add to the top k")]
     text = {"curated": "planted_default_curated"}
-    expected = [(claim(f"toy_{name}", words), claim(text.get(name, f"planted_{name}"), words))
+    omega = seed_verdict(*([1 - run[key] for run in stored("smollm2_table1")["results"]["BDS"]]
+                           for key in ("weight/auroc", "base/auroc")))
+    expected = [(claim(f"toy_{name}", words), claim(text.get(name, f"planted_{name}"), words),
+                 "-" if name == "curated" else f"{omega[0]} ({omega[1]})"
+                 if words.startswith("omega misranks") else claim(f"smollm2_{name}", words))
                 for name, words in found]
-    rows = re.findall(r"^\| [^|]+ \| (\d of \d \([^)]+\)) \| (\d of \d \([^)]+\)) \|$",
-                      part("What was found"), re.MULTILINE)
+    cell = r"(-|\d of \d \([^)]+\))"
+    rows = re.findall(rf"^\| [^|]+ \| {cell} \| {cell} \| {cell} \|$", part("What was found"),
+                      re.MULTILINE)
     assert rows == expected
     for name in ("top k by BDS", "raw set"):
         losses = [run["upper_heldout"] for run in stored("toy_curated")["results"][name]]
