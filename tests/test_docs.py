@@ -287,8 +287,9 @@ def test_what_was_found_is_stored():
     rows = re.findall(rf"^\| [^|]+ \| {cell} \| {cell} \| {cell} \|$", part("What was found"),
                       re.MULTILINE)
     assert rows == expected
-    for name in ("top k by BDS", "raw set"):
-        losses = [run["upper_heldout"] for run in stored("toy_curated")["results"][name]]
+    for file, name in (("toy_curated", "top k by BDS"), ("toy_curated", "raw set"),
+                       ("smollm2_kept", "joined, sum"), ("smollm2_kept", "all rows")):
+        losses = [run["upper_heldout"] for run in stored(file)["results"][name]]
         assert f"{sum(losses) / len(losses):.3f}" in part("What was found")
 
 
