@@ -129,6 +129,9 @@ def _read_model(name, device, dtype, four_bit):
     if report["missing_keys"]:  # transformers fills them with random numbers and goes on
         raise UserError(f"{name}: the weights file lacks {len(report['missing_keys'])} of the "
                         f"model's tensors (such as {min(report['missing_keys'])}); copy it again")
+    if report["unexpected_keys"]:
+        print(f"warning: {name}: {len(report['unexpected_keys'])} tensors of the weights file have "
+              f"no place in the model of its config.json ({min(report['unexpected_keys'])}, ...)")
     return model
 
 
@@ -190,9 +193,9 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
             task_type="CAUSAL_LM"))
     config = model.peft_config["default"]
     if (config.peft_type != "LORA" or config.use_dora or config.modules_to_save
-            or config.bias != "none"):
-        raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, biases "
-                        "or modules_to_save); merge it and give the result as --model")
+            or config.bias != "none" or config.lora_alpha <= 0):
+        raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, bias, "
+                        "modules_to_save, alpha 0); merge it and give the result as --model")
     config.lora_dropout = 0.0  # the twin's too: log-probs are functions of theta alone
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

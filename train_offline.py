@@ -52,7 +52,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("method").add_argument
     add("--method", choices=("bds", "mix", "sft"), default="bds",
         help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone")
-    add("--rho", type=float, default=0.5, help="weight of the lower level under --method mix")
+    add("--rho", type=float, help="weight of the lower level under --method mix (0.5)")
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
     add("--omega-start", choices=("zero", "tests"), default="tests",
         help="tests: rows that look bad by the row tests start with hardly any weight (zero)")
@@ -60,11 +60,12 @@ def parse_args(argv=None):
         "many lower-level tokens are read is the last")
     options.add_arguments(parser)
     args = options.parse(parser, argv)
-    if args.method == "mix" and not 0 < args.rho <= 1:
-        raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
-    if args.method != "mix" and args.rho != parser.get_default("rho"):
+    if args.method != "mix" and args.rho is not None:
         raise UserError(f"--rho {args.rho}: of --method mix; the rho of bds is --rho-start and "
                         "--rho-step")
+    args.rho = 0.5 if args.rho is None else args.rho
+    if not 0 < args.rho <= 1:
+        raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
     if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
         raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
                         "sft; rho's schedule counts epochs")

@@ -94,7 +94,7 @@ def parse_args(argv=None):
     options.add_arguments(parser)
     parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
     args = options.parse(parser, argv, PRESETS)
-    if args.mask not in ("static", "dynamic") and not Path(args.mask).exists():
+    if args.mask not in ("static", "dynamic") and not Path(args.mask).is_file():
         raise UserError(f"--mask {args.mask}: neither static, dynamic nor a file")
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")

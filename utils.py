@@ -58,8 +58,6 @@ def write_parts(path, parts):
 
 def sync(path):
     """Have the system write a file, or the names in a folder, to the disk now."""
-    if os.name != "posix":  # Windows opens no folder and syncs nothing opened for reading
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

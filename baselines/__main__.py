@@ -148,7 +148,7 @@ def score_rows(args, levels):
             lower, levels.upper, num_buckets=args.dsir_buckets, min_words=args.dsir_min_words,
             num_kept=round(args.keep_fraction * len(lower)), noise=not args.dsir_no_noise,
             seed=args.seed, folder=Path(args.out).parent)
-        return values, {"log_weight": log_weights}
+        return values, {"log_weight": torch.from_numpy(log_weights)}
     if args.method == "less":
         return run_less(args, levels), {}
     model = models.load_model(args.model, processes.pick_device(args.device), args.dtype,

@@ -76,7 +76,8 @@ def row_messages(row, layout, side, place):
         return text_of(get(column), f'{place}: "{column}"')
 
     if layout in ("messages", "conversations"):
-        return _messages(get(layout), f'{place}: "{layout}"')
+        system = [{"role": "system", "content": text("system")}] if row.get("system") else []
+        return system + _messages(get(layout), f'{place}: "{layout}"')
     if layout == "alpaca":
         prompt, extra = text("instruction"), text("input") if "input" in row else ""
         return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))
@@ -129,7 +130,7 @@ def _messages(value, place):
         role = message.get("role") or message.get("from")
         if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
-        content = message.get("content", message.get("value"))
+        content = message.get("value" if message.get("content") is None else "content")
         kinds = set()
         if isinstance(content, list):  # parts; only text can be trained on
             kinds = {str(part.get("type") or ("text" if "text" in part else "other"))

@@ -41,7 +41,7 @@ from data.sources import find_parts, read_part
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 3  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 4  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -256,8 +256,8 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
               "input_ids": List(Value("int32")), "trained": List(Value("int8")),
               "complete": Value("bool")}
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
-    report = {"layout": None, "rows_in_source": 0, "rows_read": 0, "rows_kept": 0,
-              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "response_tokens": 0}
+    report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
+              "dropped": defaultdict(list), "truncated": 0, "tokens": 0}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
     bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
@@ -305,7 +305,6 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
     """Source rows -> records with text and segments, those without a question or answer dropped."""
     end_markers = (tokenizer.eos_token, ENDOFTEXT)
     for row_id, place, row in rows:
-        report["rows_read"] += 1
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
@@ -392,7 +391,6 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
             report["rows_kept"] += 1
             report["truncated"] += not complete
             report["tokens"] += len(ids)
-            report["response_tokens"] += sum(trained)
     return kept
 
 

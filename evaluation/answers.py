@@ -49,10 +49,12 @@ def side_by_side(names, prompts, max_new_tokens=256, device="auto"):
 
 def print_answers(args):
     """`python eval.py answers`: the table on the terminal or in --out."""
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {args.max_new_tokens}: must be 1 or more")
     if args.out:
         check_output(args.out, *args.runs, *([args.prompts] if args.prompts else []))
     prompts = args.prompt + (read_prompts(args.prompts) if args.prompts else [])
-    if not prompts:
-        raise UserError("answers: give --prompt TEXT or --prompts FILE")
+    if not any(prompt.strip() for prompt in prompts):
+        raise UserError("answers: give --prompt TEXT or --prompts FILE, not empty")
     text = side_by_side(args.runs, prompts, args.max_new_tokens, args.device)
     utils.write_atomic(args.out, text) if args.out else print(text, end="")

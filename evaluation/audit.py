@@ -126,12 +126,18 @@ def read_verdicts(path, rows, begun=False):
 
     begun: of an audit that goes on: some may be missing, but none of another audit be there.
     """
-    given = {}
+    given, hashes = {}, {row["row_id"]: row["hash"] for row in rows}
     for place, entry in each_line(path):
-        check_entry(place, entry, {"row_id": WHOLE, "verdict": TEXT})
+        check_entry(place, entry, {"row_id": WHOLE, "verdict": TEXT}, {"hash": TEXT})
         if entry["verdict"] not in ("y", "n", "s"):
             raise UserError(f"{place}: the verdict must be y, n or s")
-        given[entry["row_id"]] = {"y": True, "n": False, "s": None}[entry["verdict"]]
+        verdict = {"y": True, "n": False, "s": None}[entry["verdict"]]
+        if given.setdefault(entry["row_id"], verdict) != verdict:
+            raise UserError(f"{place}: another verdict for row_id {entry['row_id']} than an "
+                            "earlier line; leave one of them")
+        if entry.get("hash") and entry["hash"] != hashes.get(entry["row_id"], entry["hash"]):
+            raise UserError(f"{place}: the verdict is on another text than row_id "
+                            f"{entry['row_id']} of the ranking; judge again, with another --out")
     drawn = [row["row_id"] for row in rows]
     if begun:
         if others := given.keys() - set(drawn):
@@ -195,7 +201,7 @@ def run_audit(args):
     def save(given):
         if args.out:
             utils.write_jsonl(args.out, [
-                {"row_id": row["row_id"], "flagged": row["flagged"],
+                {"row_id": row["row_id"], "hash": row["hash"], "flagged": row["flagged"],
                  "verdict": {True: "y", False: "n", None: "s"}[given[row["row_id"]]]}
                 for row in rows if row["row_id"] in given])
 

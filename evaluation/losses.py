@@ -132,7 +132,18 @@ def sets_of(run, args, tokenizer, context, rows=None, columns=None):
             "lower_refined": refined_rows(run, args, tokenizer)}
     if args.upper_loss == "sft":  # else pairs, whose loss is not that of a row
         parts = {"upper_heldout": levels.upper_heldout} | parts
-    return {name: part for name, part in parts.items() if part is not None}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    check_held_out(run, parts)
+    return parts
+
+
+def check_held_out(run, parts):
+    """`UserError` when held-out rows are not those that the run measured."""
+    for name in {"upper_heldout", "lower_heldout"} & set(parts) & set(run.config["data"]):
+        if sets.rows_hash(parts[name]) != run.config["data"][name]:
+            raise UserError(f"{run.folder}: the rows of {name} have changed since the run: its "
+                            "figures would be of other rows than those of result.json; measure "
+                            "these with --rows")
 
 
 def check_base(run, losses):

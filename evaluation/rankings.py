@@ -20,7 +20,7 @@ def rerank(rows, source, by):
                         "again without --skip-scores" + (
                             "" if by == "final" else " and with --correction"))
     share = 0.0 if by == "final" else Run(source.parent).args.correction
-    losses = [row["final_loss"] - share * (row.get("attainable_loss") or 0.0) for row in rows]
+    losses = [row["final_loss"] - (share and share * row["attainable_loss"]) for row in rows]
     order = sorted(range(len(rows)), key=losses.__getitem__)
     return [rows[i] | {"rank": rank} for rank, i in enumerate(order, 1)]
 

@@ -268,10 +268,13 @@ def write_report(runs, out):
     if out.suffix.lower() == ".md":
         raise UserError(f"--out {out}: the tables are written to a .md file beside the page; name "
                         f"the page, such as {out.with_suffix('.html')}")
-    for path in (out, out.with_suffix(".md")):
+    tables = out.with_suffix(".md")
+    if tables.exists() and not out.exists():
+        raise UserError(f"--out {out}: the tables would replace {tables}; choose another name")
+    for path in (out, tables):
         check_output(path, *(run.folder for run in runs))
     check_same_data(runs)
-    text, tables = plain(page(runs)), report_markdown(runs)
+    text, markdown = plain(page(runs)), report_markdown(runs)
     utils.write_atomic(out, text)
-    utils.write_atomic(out.with_suffix(".md"), tables)
-    return f"report: {out} ({len(text.encode()) / 2**20:.1f} MiB), tables: {out.with_suffix('.md')}"
+    utils.write_atomic(tables, markdown)
+    return f"report: {out} ({len(text.encode()) / 2**20:.1f} MiB), tables: {tables}"

@@ -48,7 +48,8 @@ TEXT, FLAG, NUMBER, WHOLE, TALK = KINDS
 RANKING = {"row_id": WHOLE, "hash": TEXT, "rank": NUMBER}
 # More columns of a ranking: all rows have one, or none has it.
 COLUMNS_OF_RANKING = {"kept": FLAG, "weight": NUMBER, "masked": FLAG, "base_loss": NUMBER,
-                      "final_loss": NUMBER, "length": NUMBER, "bad": FLAG}
+                      "final_loss": NUMBER, "attainable_loss": NUMBER, "length": NUMBER,
+                      "bad": FLAG}
 # What row tests say; null where a test has nothing to judge.
 TESTED = {"reason": TEXT, **dict.fromkeys(("surprise", "end", "relevance", "fluency", "slip",
                                            "repetition", "echo"), NUMBER)}
@@ -59,7 +60,7 @@ MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {
     "messages": TALK}
 ARGUMENTS = {"method": TEXT, "seed": WHOLE, "epochs": WHOLE, "batch": WHOLE}
 MORE_ARGUMENTS = {
-    **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE,
+    **dict.fromkeys(("toy", "four_bit"), FLAG), "num_answers": WHOLE, "correction": NUMBER,
     **dict.fromkeys(("lower", "upper", "upper_heldout", "lower_heldout", "lower_columns",
                      "upper_columns", "model", "adapter", "dtype", "template", "turns",
                      "upper_loss", "cache_dir", "keep"), TEXT)}

@@ -43,6 +43,7 @@ OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "tokens": ("winrate", "examples"), "keep_fraction": ("curated", "kept"),
        "rows": ("noise", "refine"), "first_seed": ("refine",),
        "add": ("table1", "table3", "table3-dpo"),
+       "list": (*(name for name in TARGETS if name != "readme"),),
        "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
 OF_RUNS = ("scale", "seeds", "workers", "train", "online", "select", "only")

@@ -98,12 +98,11 @@ def _open_run(out, config, resume, free_to_change):
     if begun and not resume:
         raise UserError(f"{out}: already holds a run; continue it with --resume or choose another "
                         "--out")
-    if begun:
-        _check_config(out, file, config, free_to_change)
+    saved = _check_config(out, file, config, free_to_change) if begun else config
     for stale in list(out.rglob(".*.partial")):  # half-written when the run was killed
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
-    if not begun:
-        write_atomic(file, json.dumps(config, indent=2) + "\n")
+    # The environment stays that of the beginning; what was free to change is as it is now.
+    write_atomic(file, json.dumps(saved | {"args": config["args"]}, indent=2) + "\n")
 
 
 def _lock_run(out):
@@ -125,7 +124,7 @@ def _lock_run(out):
 
 
 def _check_config(out, file, config, free_to_change):
-    """`UserError` unless `config` continues the run that saved its own in `file`."""
+    """What `file` holds; `UserError` unless `config` continues the run that saved it."""
     try:
         saved = json.loads(file.read_text())
     except ValueError as error:
@@ -145,6 +144,7 @@ def _check_config(out, file, config, free_to_change):
     if processes != world_size():
         print(f"{out}: begun with {processes} processes, continued with {world_size()}: equal to "
               "an uninterrupted run to rounding (1e-5), not bit for bit")
+    return saved
 
 
 def save_checkpoint(out, step, model, state, keep=2):

@@ -53,6 +53,13 @@ def test_an_adapter_that_does_not_match_is_refused(train, files, refused, edited
     assert not (tmp_path / "run").exists()
 
 
+def test_an_adapter_that_would_learn_nothing_is_refused(train, files, refused, edited):
+    folder = edited(lambda tensors: tensors)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 0}))
+    assert "alpha 0" in refused(lambda: train(files(), adapter=folder))
+
+
 def test_an_adapter_of_a_wider_and_of_a_deeper_model(train, files, refused, tmp_path):
     for name, changes in (("wider", {"hidden_size": 64}), ("deeper", {"num_hidden_layers": 3})):
         make_llama(**changes).save_pretrained(tmp_path / f"{name} base")

@@ -188,7 +188,7 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     ({"clip": -1}, r"--clip -1\.0: must be above 0"),
     ({"clip": 0}, r"--clip 0\.0: must be above 0, or nothing is trained; inf is no clipping"),
     ({"clip": "nan"}, "--clip nan: must be above 0"),
-    ({"method": "bds", "rho": 0.3}, r"--rho 0\.3: of --method mix; .* --rho-start"),
+    ({"method": "bds", "rho": 0.5}, r"--rho 0\.5: of --method mix; .* --rho-start"),
     ({"model": None}, "--model is missing"),
     ({"upper": None}, "--upper is missing"),
     ({"template": "Q: {question}"}, r"--template.*must hold \{prompt\} once"),

@@ -49,6 +49,17 @@ def test_a_config_that_is_none(bad, folders, tmp_path, change):
     assert "model: the " in line or "context" in line, line
 
 
+def test_tensors_without_a_place_are_counted(train, files, folders, tmp_path):
+    """A config.json of fewer layers: transformers leaves the others out and says nothing."""
+    folder = copy_tree(folders["llama"], tmp_path / "shallow")
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"] - 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    text = train(files(), model=str(folder), epochs=1).text
+    assert re.search(r"warning: \S+shallow: \d+ tensors .* no place .*"
+                     rf"\(model\.layers\.{layers}\.\S+, \.\.\.\)", text)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("content", ["[1]", "null", "3", '"text"', "{", "", "{}", '{"a": [1]}'])
 def test_a_tokenizer_file_that_is_none(bad, folders, tmp_path, name, content):

@@ -7,6 +7,7 @@
 import argparse
 from pathlib import Path
 
+from options import check_seed
 from runtime.command import run
 from toy import base, corpus
 from utils import UserError
@@ -28,6 +29,7 @@ def parse_args(argv=None):
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=6000)
     args = parser.parse_args(argv)
+    check_seed(args.seed)
     for name in ("noise", "contrary") if args.command == "write" else ():
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name} {getattr(args, name)}: must lie in [0, 1]")

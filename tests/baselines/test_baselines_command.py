@@ -66,6 +66,12 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train, tmp_path):
     assert {row["row_id"] for row in trained.weights} == kept
 
 
+@pytest.mark.parametrize("method", command.METHODS)
+def test_a_single_row(rank, files, method):
+    assert rank(method, files(lower=1, upper=30), keep_fraction=1, lora_rank=2, epochs=1,
+                warmup_fraction=1).order == [0]
+
+
 def test_joined_keeps_as_many_as_are_not_flagged(rank, faulty_labels):
     joined = rank("joined", faulty_labels)
     flagged = [row["reason"] is not None for row in joined.ranked]

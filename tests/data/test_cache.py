@@ -219,7 +219,7 @@ def test_a_sample_is_uniform_and_depends_on_the_seed_alone(load):
     random.seed(2)
     assert first == drawn(7)
     loaded, report = load(make_rows(40, 3), limit=6)
-    assert (report["rows_in_source"], report["rows_read"]) == (40, 6)
+    assert (report["rows_in_source"], report["rows_kept"]) == (40, 6)
     assert all(row["prompt"].startswith(f"3-{row['row_id']} ") for row in loaded)
 
 

@@ -15,7 +15,9 @@ def test_answers_side_by_side(files, train, online, tmp_path, capfd, refused):
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "| prompt | base | run | online |" and len(lines) == 4
     assert lines[2].startswith("| red \\| blue |")
-    assert "--prompt" in refused(lambda: front.main(["answers", str(first.out)]))
+    for words, what in (([], "--prompt"), (["--prompt", " "], "not empty"),
+                        (["--prompt", "x", "--max-new-tokens", "0"], "must be 1 or more")):
+        assert what in refused(lambda w=words: front.main(["answers", str(first.out), *w]))
 
     named_base = shutil.copytree(second.out, tmp_path / "base")  # neither loses a column
     namesake = shutil.copytree(second.out, tmp_path / "other" / "run")

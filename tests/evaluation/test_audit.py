@@ -146,6 +146,8 @@ def test_bad_input(files, refused, tmp_path, monkeypatch):
         {"role": "user", "content": "a"}]}] * 50)
     few = write_rows(tmp_path / "few.jsonl", [{"row_id": 44, "verdict": "y"}])
     odd = write_rows(tmp_path / "odd.jsonl", [{"row_id": 44, "verdict": "maybe"}])
+    both = write_rows(tmp_path / "both.jsonl", [{"row_id": 44, "verdict": v} for v in "yn"])
+    before = write_rows(tmp_path / "before.jsonl", [{"row_id": 44, "hash": "x", "verdict": "y"}])
     clean = write_rows(tmp_path / "clean.jsonl", [
         {"row_id": 0, "hash": "h", "rank": 1, "reason": None}])
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
@@ -155,6 +157,8 @@ def test_bad_input(files, refused, tmp_path, monkeypatch):
             ([ranking, "--rows", mute], "mute.jsonl line 1: another text than row_id 0"),
             ([ranking, "--rows", rows, "--verdicts", few], "no verdict for row_id"),
             ([ranking, "--rows", rows, "--verdicts", odd], "must be y, n or s"),
+            ([ranking, "--rows", rows, "--verdicts", both], "line 2: another verdict for row_id"),
+            ([ranking, "--rows", rows, "--verdicts", before], "line 1: the verdict is on another "),
             ([ranking, "--rows", rows, "--page", rows], "overwrite"),
             ([clean, "--rows", rows], "none of its 1 rows"),
             ([ranking, "--rows", rows, "--count", 0], "--count 0: must be 1 or more"),

@@ -3,7 +3,7 @@
 import json
 
 import torch
-from conftest import read_rows, write_rows
+from conftest import make_rows, read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import load_file, save_file
 
@@ -51,6 +51,9 @@ def test_training_keeps_what_keep_kept(files, train, tmp_path):
     again = train(paths, out="kept", method="sft", keep=out, epochs=1)
     assert {w["row_id"] for w in again.weights} == {
         w["row_id"] for w in run.weights if w["rank"] <= 6}
+    write_rows(paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9))  # it has grown
+    grown = train(paths, out="grown", method="sft", keep=out, epochs=1)
+    assert f"warning: 5 of the 17 lower rows are not in {out} and do not train" in grown.text
 
 
 def test_eq_ranking_over_epochs_by_hand(tmp_path):
@@ -109,6 +112,11 @@ def test_keep_by_a_loss_of_the_final_model(files, train, refused):
         assert orders[-1] == sorted(values, key=values.get)
         assert [row["kept"] for row in kept] == [True] * 4 + [False] * 6
     assert orders[0] != [row["row_id"] for row in run.weights]
+    for value in (None, "x"):
+        run.weights[3]["attainable_loss"] = value
+        write_rows(run.out / "weights.jsonl", run.weights)
+        assert "line 4: the attainable_loss" in refused(lambda: front.main(
+            ["keep", str(run.out), "--keep-fraction", "0.4", "--by", "corrected"]))
     plain = train(files(lower=10), out="plain", epochs=1)
     assert "has no attainable_loss" in refused(lambda: front.main(
         ["keep", str(plain.out), "--keep-fraction", "0.4", "--by", "corrected"]))

@@ -10,6 +10,7 @@ import pytest
 from conftest import read_rows, write_rows
 from fabricated import HOSTILE, fabricate, make_page
 
+import eval as front
 from evaluation import health, report
 from evaluation.runs import Run
 
@@ -84,6 +85,17 @@ def test_report_of_short_and_bare_runs(tmp_path, options):
         assert "Known bad rows" not in words
     if options.get("text") is None and options.get("finished", True):
         assert "Texts are not shown" in words  # no cache and no source: said, not guessed
+
+
+def test_a_page_does_not_replace_the_notes_beside_it(tmp_path, refused):
+    """README.md is no table of README.html; the page's own tables are written anew."""
+    folder = fabricate(tmp_path / "run")
+    (tmp_path / "notes.md").write_text("mine")
+    assert "would replace" in refused(lambda: front.main(
+        ["report", str(folder), "--out", str(tmp_path / "notes.html")]))
+    assert (tmp_path / "notes.md").read_text() == "mine"
+    for _ in range(2):
+        front.main(["report", str(folder), "--out", str(tmp_path / "page.html")])
 
 
 def test_report_without_an_epoch_yet(tmp_path):

@@ -48,6 +48,13 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
                     {"q": row["prompt"], "a": row["response"]} for row in make_rows(7, seed=78)])])
     assert re.search(r"^rows +7 ", capfd.readouterr().out, re.M)
 
+    held = tmp_path / "heldout.jsonl"
+    other = train(files(lower_heldout=5) | {"heldout": write_rows(
+        held, make_rows(4, seed=5))}, out="held", epochs=1)
+    write_rows(held, make_rows(4, seed=6))
+    assert "the rows of upper_heldout have changed since the run" in refused(
+        lambda: front.main(["losses", str(other.out)]))
+
     broken = tmp_path / "broken"
     shutil.copytree(run.out, broken)
     save_file({"losses": torch.zeros(12)}, broken / "weights" / "base_losses.safetensors")

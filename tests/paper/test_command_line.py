@@ -26,6 +26,7 @@ def test_bad_input(here, refused):
             (["pairs", "--seeds", "3"], "--seeds: pairs does not read it; "),
             (["small", "--online", "--k-gen 3"], "--online: small does not read it; "),
             (["refine", "--select", "--epochs 1"], "--select: refine does not read it; "),
+            (["readme", "--list"], "--list: readme does not read it"),
             (["demo", "--keep-fraction", "0.5"], "--keep-fraction: demo does not read it"),
             (["curated", "--keep-fraction", "1"], "must lie between 0 and 1"),
             (["ablations", "--only", "nonsense"], "nonsense"),

@@ -92,6 +92,8 @@ def test_write_refuses_a_share_that_is_none(tmp_path, refused):
         line = refused(lambda words=words: command.main(
             ["write", "--out", str(tmp_path / "rows"), *words]))
         assert f"{words[0]} {words[1]}: must lie in [0, 1]" in line
+    assert "--seed -1" in refused(lambda: command.main(
+        ["write", "--out", str(tmp_path / "rows"), "--seed", "-1"]))
     assert not (tmp_path / "rows").exists()
 
 
