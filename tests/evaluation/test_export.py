@@ -258,9 +258,6 @@ def test_what_is_no_curated_set_is_refused(run, tmp_path, refused):
     assert "is a folder" in said(run, "--out", tmp_path)
     assert file.read_bytes() == whole
     assert "weights.jsonl line 1: no 'prompt'" in said(run / "weights.jsonl")
-    write_rows(file, [row | {"kept": False, "recommended": "original"} for row in read_rows(file)])
-    assert "keeps no row" in refused(lambda: front.main(
-        ["export", str(run), "--format", "messages"]))
     file.unlink()
     assert "curated.jsonl: no such file; a finished online run has" in said(run)
     assert "nowhere: no such file" in said(tmp_path / "nowhere")
