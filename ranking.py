@@ -88,11 +88,11 @@ def write_ranking(path, lower, scores, keep_fraction, columns, tests=None):
     return ranks, kept
 
 
-def kept_by(rows, file):
+def kept_by(rows, file, others="do not train"):
     """[True, False, or None where the file does not list it: whether a ranking keeps a row].
 
     rows: the lower rows; file: a weights.jsonl, curated.jsonl or other ranking, whose lines belong
-    to rows by row_id and hash.
+    to rows by row_id and hash; others: what is said of the rows that it does not list.
     """
     listed = {}
     for number, entry in enumerate(each_jsonl(file), 1):
@@ -119,17 +119,17 @@ def kept_by(rows, file):
     if missing := sum(verdict for _, verdict in listed.values()):
         print(f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
               "not among the lower rows")
+    if None in kept:
+        print(f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
+              f"{others}")
     return kept
 
 
 def rows_not_kept(rows, file):
     """(N,) bool: the rows that a ranking lists and does not keep, one at least; see `kept_by`."""
-    kept = kept_by(rows, file)
+    kept = kept_by(rows, file, "train as they are")
     if False not in kept:
         raise UserError(f"{file}: there is no row that it lists and does not keep")
-    if None in kept:
-        print(f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
-              "train as they are")
     return torch.tensor([verdict is False for verdict in kept])
 
 

@@ -54,9 +54,6 @@ def plan(args):
     if getattr(args, "keep", None):
         kept = ranking.kept_by(levels.lower, args.keep)
         levels.lower = levels.lower.select([n for n, one in enumerate(kept) if one])
-        if None in kept:
-            print(f"warning: {kept.count(None)} of the {len(kept)} lower rows are not in "
-                  f"{args.keep} and do not train")
     run = SimpleNamespace(
         args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
         all_lower=all_lower, lower=batches.tokens_only(levels.lower),

@@ -76,8 +76,10 @@ def row_messages(row, layout, side, place):
         return text_of(get(column), f'{place}: "{column}"')
 
     if layout in ("messages", "conversations"):
-        system = [{"role": "system", "content": text("system")}] if row.get("system") else []
-        return system + _messages(get(layout), f'{place}: "{layout}"')
+        turns = _messages(get(layout), f'{place}: "{layout}"')
+        if row.get("system") and not any(turn["role"] == "system" for turn in turns):
+            turns.insert(0, {"role": "system", "content": text("system")})
+        return turns
     if layout == "alpaca":
         prompt, extra = text("instruction"), text("input") if "input" in row else ""
         return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))

@@ -124,6 +124,7 @@ def ask(rows, texts, answers, given, save):
 def read_verdicts(path, rows, begun=False):
     """{row_id: verdict} of a file, {"row_id", "verdict": y, n or s} a line, for the rows drawn.
 
+    A line may have the row's hash, as --out writes it: then the verdict must be on this text.
     begun: of an audit that goes on: some may be missing, but none of another audit be there.
     """
     given, hashes = {}, {row["row_id"]: row["hash"] for row in rows}

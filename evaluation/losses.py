@@ -139,8 +139,9 @@ def sets_of(run, args, tokenizer, context, rows=None, columns=None):
 
 def check_held_out(run, parts):
     """`UserError` when held-out rows are not those that the run measured."""
-    for name in {"upper_heldout", "lower_heldout"} & set(parts) & set(run.config["data"]):
-        if sets.rows_hash(parts[name]) != run.config["data"][name]:
+    for name in ("upper_heldout", "lower_heldout"):
+        if (before := run.config["data"].get(name)) and name in parts and (
+                sets.rows_hash(parts[name]) != before):
             raise UserError(f"{run.folder}: the rows of {name} have changed since the run: its "
                             "figures would be of other rows than those of result.json; measure "
                             "these with --rows")

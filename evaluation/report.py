@@ -269,7 +269,8 @@ def write_report(runs, out):
         raise UserError(f"--out {out}: the tables are written to a .md file beside the page; name "
                         f"the page, such as {out.with_suffix('.html')}")
     tables = out.with_suffix(".md")
-    if tables.is_file() and tables.read_bytes()[:1] not in (b"", b"|"):  # not of a report
+    head = tables.read_bytes()[:3] if tables.is_file() else b""
+    if head and not head.startswith((b"|", b"## ")):  # as `report_markdown` begins
         raise UserError(f"--out {out}: the tables would replace {tables}; choose another name")
     for path in (out, tables):
         check_output(path, *(run.folder for run in runs))

@@ -110,6 +110,7 @@ def guided_rows(file):
 
 
 def color(row):
+    """CoLoR's score of a row of weights.jsonl: what its loss has lost, nats a token."""
     return row["base_loss"] - row["final_loss"]
 
 

@@ -147,6 +147,7 @@ def test_a_finished_run_may_be_ranked_again_but_not_trained(train, files, monkey
 
     monkeypatch.setattr(train_offline, "descend", never)
     again = train(paths, **options, resume=True, keep_fraction=0.3)
+    assert json.loads((again.out / "config.json").read_text())["args"]["keep_fraction"] == 0.3
     assert [row["row_id"] for row in again.weights] == [row["row_id"] for row in first.weights]
     assert sum(row["kept"] for row in again.weights) == 3
     after = fingerprint(again.out)

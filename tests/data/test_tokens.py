@@ -166,6 +166,7 @@ def test_a_system_column_and_a_value_beside_an_empty_content(load):
               "value": m["content"]} for m in CHAT]
     expected, _ = load([{"messages": [system, *CHAT]}])
     for row in ({"messages": CHAT, "system": "Be brief."},
+                {"messages": [system, *CHAT], "system": "Be brief."},  # twice is once
                 {"conversations": other, "system": "Be brief."}):
         assert load([row])[0][0]["input_ids"] == expected[0]["input_ids"]
     without, _ = load([{"conversations": other, "system": None}])

@@ -1,5 +1,6 @@
 """The page and its limits: what it says, what hostile rows cannot do, short and bare runs."""
 
+import itertools
 import json
 import re
 import shutil
@@ -94,8 +95,9 @@ def test_a_page_does_not_replace_the_notes_beside_it(tmp_path, refused):
     assert "would replace" in refused(lambda: front.main(
         ["report", str(folder), "--out", str(tmp_path / "notes.html")]))
     assert (tmp_path / "notes.md").read_text() == "mine"
-    for _ in range(2):
-        front.main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    running = fabricate(tmp_path / "running", finished=False)
+    for run, _ in itertools.product((folder, running), range(2)):
+        front.main(["report", str(run), "--out", str(tmp_path / f"{run.name}.html")])
 
 
 def test_report_without_an_epoch_yet(tmp_path):
