@@ -1,5 +1,6 @@
 """The arguments of both training scripts, by group: one home for every default and every check."""
 
+import argparse
 import math
 import os
 
@@ -14,6 +15,8 @@ PAPER = {"lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "batch": 32, "micro_batc
          "rho_start": 0.1, "rho_step": 0.1, "omega_lr": 1e-4, "omega_optimizer": "adam",
          "omega_loss": "next", "omega_start": "zero", "gradient_checkpointing": True,
          "correction": 0.0}
+OF_BDS = ("rho_start", "rho_step", "omega_lr", "omega_optimizer", "omega_loss", "omega_start",
+          "center", "correction")
 PRESETS = {
     "pythia-1b-quality": PAPER | {
         "model": "EleutherAI/pythia-1b", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
@@ -106,13 +109,18 @@ def parse(parser, argv, presets=PRESETS):
     args.toy: the rows are those of the embedded toy, none were named.
     """
     first, _ = parser.parse_known_args(argv)
-    toy = first.lower is None and first.upper is None and first.model is None and (
-        first.preset in (None, "toy"))
+    toy = first.lower is first.upper is first.model is None and first.preset in (None, "toy")
     if toy or first.preset:
         parser.set_defaults(**presets["toy" if toy else first.preset])
     args = parser.parse_args(argv)
     args.toy = toy
     check_values(args)
+    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
+    unread = (OF_BDS if args.method in ("mix", "sft") else ()) + (
+        ("lora_rank", "lora_alpha") if args.adapter else ())
+    flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]
+    if flags and os.environ.get("RANK", "0") == "0":
+        print(f"not read by this run: {', '.join(flags)}")
     if not toy:
         for name in ("lower", "upper", "model"):
             if getattr(args, name) is None and not (name == "upper" and args.method == "sft"):

@@ -97,9 +97,8 @@ def parse_args(argv=None):
 def check_args(args):
     """`UserError` for a value that no method can have, or a source that this one lacks."""
     options.check_seed(args.seed)
-    for name in ("epochs", "batch", "micro_batch", "lora_rank", "dsir_buckets", "max_length"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+    options.at_least_one(args, "epochs", "batch", "micro_batch", "lora_rank", "lora_alpha",
+                         "dsir_buckets", "max_length")
     for name in ("keep_fraction", "warmup_fraction"):
         if getattr(args, name) is not None and not 0 < getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in (0, 1]")

@@ -28,6 +28,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
          "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
          "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool"}
+VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
 CALLS = ("tool_calls", "function_call", "tool_call", "tool_use")  # keys, roles and types of parts
 
 
@@ -187,9 +188,9 @@ def why_unusable(messages, row):
     lost = [message["lost"] for message in messages if "lost" in message]
     if lost or any(row.get(column) for column in MEDIA):
         return "tool_call" if "tool_call" in lost else "image_or_other_part"
-    if not messages[-1]["content"].strip():
+    if not VISIBLE.search(messages[-1]["content"]):
         return "empty_response"
-    if not any(message["content"].strip() for message in messages[:-1]):
+    if not any(VISIBLE.search(message["content"]) for message in messages[:-1]):
         return "empty_prompt"
     return None
 

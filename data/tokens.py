@@ -27,21 +27,13 @@ from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 
+from data import layouts
 from data.cache import file_hash, open_or_make
-from data.layouts import (
-    clean_messages,
-    find_layout,
-    parse_columns,
-    row_messages,
-    text_of,
-    transcript,
-    why_unusable,
-)
 from data.sources import find_parts, read_part
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 4  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 5  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -212,7 +204,7 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no end-of-sequence token, so no response could "
                         'ever end; set "eos_token" in its tokenizer_config.json')
-    columns, parts = parse_columns(columns), find_parts(source)
+    columns, parts = layouts.parse_columns(columns), find_parts(source)
     chat = getattr(tokenizer, "chat_template", None) if template is None else None
     template = None if chat else split_template(template or TEMPLATE)
     stamp = _source_stamp(parts)
@@ -309,13 +301,13 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
         given, row = row, renamed(row, columns, place) if columns else row
-        report["layout"] = report["layout"] or find_layout(row, place)
-        source = row_messages(row, report["layout"], side, place)
-        messages = clean_messages(source, end_markers)
-        if reason := why_unusable(messages, given):
+        report["layout"] = report["layout"] or layouts.find_layout(row, place)
+        source = layouts.row_messages(row, report["layout"], side, place)
+        messages = layouts.clean_messages(source, end_markers)
+        if reason := layouts.why_unusable(messages, given):
             report["dropped"][reason].append(row_id)
             continue
-        prompt = transcript(messages[:-1])
+        prompt = layouts.transcript(messages[:-1])
         shown = [message | {"content": protect(message["content"])} for message in messages]
         try:
             segments = (plain_segments(shown, template, turns) if template else
@@ -326,13 +318,13 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
             report.setdefault("template_refusal", f"{type(error).__name__}: {first_line(error)}")
             report["dropped"]["template_refused"].append(row_id)
             continue
-        *before, last = clean_messages(source, (ENDOFTEXT,))
+        *before, last = layouts.clean_messages(source, (ENDOFTEXT,))
         # A row without its own label is a good one of no kind.
         yield {"row_id": row_id, "prompt": prompt, "response": messages[-1]["content"],
-               "hash": content_hash(transcript(before), last["content"]),
+               "hash": content_hash(layouts.transcript(before), last["content"]),
                "prompt_hash": content_hash(" ".join(prompt.split())), "segments": segments,
                "bad": _flag(row.get("bad"), place),
-               "kind": text_of(row.get("kind"), f'{place}: "kind"'),
+               "kind": layouts.text_of(row.get("kind"), f'{place}: "kind"'),
                "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
 

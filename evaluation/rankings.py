@@ -52,7 +52,8 @@ def rethreshold(source, fraction, out=None, by="weight"):
     for row in rows:
         if row.get("bad"):
             dropped.setdefault(row.get("kind") or "bad", []).append(row["rank"] > limit)
-    parts = [f"kept {sum(row['rank'] <= limit for row in rows)} of {len(rows)} rows: {out}"]
+    parts = [f"kept {sum(row['rank'] <= limit for row in rows)} of {len(rows)} rows: {out}, for "
+             "--keep (`export` goes by the curated set's own)"]
     parts += [f"{one_line(kind)}: {sum(own) / len(own):.0%} of {len(own)} dropped"
               for kind, own in sorted(dropped.items())]
     return "; ".join(parts)

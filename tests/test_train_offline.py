@@ -756,6 +756,19 @@ def test_every_flag_is_read_somewhere(parser):
     assert not unread
 
 
+@pytest.mark.parametrize("words, line", [
+    (["--method", "sft", "--omega-lr", "3", "--rho-step", "0"],
+     "not read by this run: --rho-step, --omega-lr\n"),
+    (["--method", "mix", "--correction", "0.7", "--rho", "0.5"],
+     "not read by this run: --correction\n"),
+    (["--adapter", "runs/first/adapter", "--lora-ra", "8"], "not read by this run: --lora-rank\n"),
+    (["--preset", "toy", "--method", "sft"], ""),   # a preset's values are nobody's words
+    (["--omega-lr", "3", "--lora-rank", "8"], "")])
+def test_flags_that_a_run_does_not_read_are_named(capsys, words, line):
+    train_offline.parse_args(words)
+    assert capsys.readouterr().out == line
+
+
 def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):
     words = [word for action in parser._actions for word in action.option_strings]
     assert len(words) == len(set(words))

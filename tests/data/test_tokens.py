@@ -367,6 +367,12 @@ def test_unknown_character_at_the_end_keeps_its_eos(load):
 
 # ------------------------------------------------------------------------------ row ids, drops
 
+def test_text_of_invisible_characters_alone_is_empty(load):
+    rows, report = load(pairs(("a", "\u200b \ufeff"), ("\u2060", "b"), ("a", "\u200b\U0001f44d")))
+    assert report["dropped"] == {"empty_response": [0], "empty_prompt": [1]}
+    assert rows["response"][:] == ["\u200b\U0001f44d"]  # the text of the others stays as it is
+
+
 def test_row_ids_through_filtering(load, tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "BATCH", 7)  # many batches, a partial one at the end
     texts = [(f"question {n}", f"answer {n}") for n in range(60)]
