@@ -31,7 +31,7 @@ SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "mic
           "keep_fraction")
 NOT_SHARED = ("dpo_beta",)
 # The embedded default: a tiny model on rows of a few tokens.
-TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 128, "project": 1024}
+TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 128}
 
 
 def add_shared_arguments(parser):
@@ -65,10 +65,9 @@ def add_own_arguments(parser):
     add("--batch", type=int, default=32, help="rows a warm-up step (32)")
     add("--lora-rank", type=int, default=128, help="(128)")
     add("--lora-alpha", type=int, default=512, help="(512)")
-    add("--project", type=int, default=8192, help="D, numbers a row; 0: no projection (8192)")
     add("--upper-groups", action="store_true",
         help="best over groups of upper rows: each value of their column kind is a group")
-    add("--work", help="folder of features, kept and continued (default: OUT.less)")
+    add("--work", help="folder that a killed run goes on from (default: OUT.less)")
     add = parser.add_argument_group("ifd").add_argument
     add("--ifd-order", choices=("aligned", "hard"), default="aligned",
         help="low is best, or the published order: highest below 1 first")
@@ -102,8 +101,8 @@ def check_args(args):
     for name in ("keep_fraction", "warmup_fraction"):
         if getattr(args, name) is not None and not 0 < getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in (0, 1]")
-    if not 0 < args.lr < math.inf or args.project < 0:
-        raise UserError("--lr must be a finite number above 0, --project 0 or more")
+    if not 0 < args.lr < math.inf:
+        raise UserError(f"--lr {args.lr}: must be a finite number above 0")
     for name, needed in (("lower", METHODS), ("upper", NEEDS_UPPER), ("model", NEEDS_MODEL)):
         if not args.toy and getattr(args, name) is None and args.method in needed:
             raise UserError(f"--{name} is missing; {args.method} needs it (none of --lower, "

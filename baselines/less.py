@@ -5,13 +5,14 @@ Deviations, each with its reason:
     attention alone with dropout 0.1. `--lora-rank 128 --lora-alpha 512` are theirs.
  2. The warm-up is plain Adam without weight decay, gradients clipped at norm 1.
  3. The authors pick the top 5 %; here --keep-fraction decides, as for every method.
+ 4. Gradients are not projected. The authors store a projection of every row's, to use it again for
+    other upper rows. Here each is compared as it comes with the mean of the upper rows' unit
+    gradients, which is all that the score needs: exact, no disk, one pass over either level.
 """
 
 import math
-import os
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save
 from tqdm import tqdm
@@ -19,14 +20,12 @@ from tqdm import tqdm
 import batches
 import models
 import utils
-from baselines.projection import project
-from batches import token_groups
 from data import sets
 from logprobs import sequence_logprobs
 from runtime import folder, processes
 from utils import UserError
 
-ROWS_AT_ONCE = 256  # gradients projected together and then written
+ROWS_A_SAVE = 256  # what a kill costs, at most
 
 
 def adam_direction(gradient, m, v):
@@ -119,58 +118,69 @@ def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, l
     return files
 
 
-def write_features(model, theta, rows, work, name, dim, seed, adam=None):
-    """Projected unit gradients of all rows, (N, dim), in `work/name.npy`; continues after a kill.
+def unit_gradients(model, theta, rows, done, micro_batch, label, adam=None):
+    """Unit gradients of the rows from row `done` on: (place of the first, (n, P) vectors, save).
 
-    adam: (m, v) for training rows, whose gradient becomes Adam's step; None for validation rows.
-    dim == P: no projection. float16 on disk, float64 for a float64 adapter.
+    adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows. save: the
+    last of ROWS_A_SAVE rows, or of all. `micro_batch` rows are in memory at a time.
     """
-    file, progress = work / f"{name}.npy", work / f"{name}.done"
-    shape = (len(rows), dim)
-    dtype = np.float64 if theta[0].dtype == torch.float64 else np.float16
-    done = int(progress.read_text()) if progress.exists() else 0
-    features = np.lib.format.open_memmap(file, "r+" if done else "w+", dtype, shape)
-    if not done and hasattr(os, "posix_fallocate"):  # a full disk fails here, not later
-        with open(file, "r+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
-    size = sum(p.numel() for p in theta)
-    at_once = max(1, min(ROWS_AT_ONCE, 2**28 // size))  # a gigabyte of gradients
-    bar = tqdm(total=len(rows), initial=done, desc=f"less: {name}", unit="row", mininterval=1)
-    for start in range(done, len(rows), at_once):
-        vectors, block = [], batches.take(rows, range(start, min(start + at_once, len(rows))))
-        for part in token_groups(block, range(len(block))):
-            vectors.append(row_gradients(model, theta, part))
-            if adam is not None:
-                vectors[-1] = adam_direction(vectors[-1], *adam)
-        vectors = torch.cat(vectors)
-        vectors = vectors if dim == size else project(vectors, dim, seed)
+    bar = tqdm(total=len(rows), initial=done, desc=f"less: {label}", unit="row", mininterval=1)
+    while done < len(rows):
+        border = min(len(rows), done - done % ROWS_A_SAVE + ROWS_A_SAVE)
+        part = batches.take(rows, range(done, min(done + micro_batch, border)))
+        vectors = row_gradients(model, theta, part)
+        if adam is not None:
+            vectors = adam_direction(vectors, *adam)
         norms = vectors.norm(dim=1, keepdim=True)
         if not torch.isfinite(norms).all():
-            position = start + int((~torch.isfinite(norms)).nonzero()[0, 0])
-            raise UserError(f"{name}: the gradient of row {position} is not finite")
-        features[start:start + len(vectors)] = (vectors / norms.clamp_min(1e-30)).cpu().numpy()
-        features.flush()
-        utils.write_atomic(progress, str(start + len(vectors)))
-        bar.update(len(vectors))
+            position = done + int((~torch.isfinite(norms)).nonzero()[0, 0])
+            raise UserError(f"{label}: the gradient of row {position} is not finite")
+        done += len(part)
+        yield done - len(part), vectors / norms.clamp_min(1e-30), done == border
+        bar.update(len(part))
     bar.close()
-    return features
 
 
-def read_features(features):
-    """(slice of rows, their features in float64), a quarter of a gigabyte at a time."""
-    size = max(1, 2**25 // features.shape[1])
-    for start in range(0, len(features), size):
-        part = slice(start, start + size)
-        yield part, torch.from_numpy(features[part].astype(np.float64))
+def upper_direction(model, theta, upper, member, file, micro_batch):
+    """sum_{z'} member[j, z'] g(z') / |g(z')|, (J, P); goes on from what a killed run saved.
+
+    member (J, rows): the share of every upper row in its group's mean, 0 in the other groups'.
+    """
+    size = sum(p.numel() for p in theta)
+    saved = load_file(file) if file.exists() else {
+        "done": torch.tensor(0), "sum": torch.zeros(len(member), size, dtype=theta[0].dtype)}
+    total = saved["sum"].to(model.device, copy=True)  # a file's memory is not aligned: other sums
+    member = member.to(total)
+    for start, vectors, save_now in unit_gradients(
+            model, theta, upper, int(saved["done"]), micro_batch, file.stem):
+        done = start + len(vectors)
+        total += member[:, start:done] @ vectors
+        if save_now:
+            utils.write_atomic(file, save({"done": torch.tensor(done), "sum": total.cpu()}))
+    return total
 
 
-def less_scores(model, theta, lower, upper, groups, files, work, dim, seed):
+def lower_cosines(model, theta, lower, direction, adam, file, micro_batch):
+    """<Gamma(z) / |Gamma(z)|, direction_j> of every lower row, (N, J) float64; goes on, too."""
+    saved = load_file(file)["cosines"] if file.exists() else torch.zeros(
+        0, len(direction), dtype=torch.float64)
+    parts = [saved]
+    for _, vectors, save_now in unit_gradients(
+            model, theta, lower, len(saved), micro_batch, file.stem, adam):
+        parts.append((vectors @ direction.T).double().cpu())
+        if save_now:
+            parts = [torch.cat(parts)]
+            utils.write_atomic(file, save({"cosines": parts[0]}))
+    return parts[0]
+
+
+def less_scores(model, theta, lower, upper, groups, files, work, micro_batch):
     """LESS: s(z) = max over groups j of mean over upper rows z' in j of sum_i w_i cos_i(z, z').
 
-    cos_i(z, z') = <Gamma_i(z), g_i(z')> of the projected unit vectors at checkpoint i: Adam's step
-    on the lower row z against the plain gradient of the upper row z'. w_i is the epoch's mean
-    learning rate, normalised to sum one. groups: a name for each upper row; files: the checkpoints
-    of `warm_up`; dim: numbers a vector is projected to. Returns (N,) float64.
+    cos_i(z, z') = <Gamma_i(z), g_i(z')> of the unit vectors at checkpoint i: Adam's step on the
+    lower row z against the plain gradient of the upper row z'. w_i is the epoch's mean learning
+    rate, normalised to sum one. groups: a name for each upper row; files: the checkpoints of
+    `warm_up`. Returns (N,) float64.
     """
     names = sorted(set(groups))
     member = torch.tensor([[group == name for group in groups] for name in names]).double()
@@ -181,11 +191,10 @@ def less_scores(model, theta, lower, upper, groups, files, work, dim, seed):
     for i, (weight, state) in enumerate(zip(rates / rates.sum(), checkpoints, strict=True)):
         torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
         adam = state["m"].to(model.device), state["v"].to(model.device)
-        features = write_features(model, theta, upper, work, f"upper_{i}", dim, seed)
-        target = sum(member[:, part] @ block for part, block in read_features(features))
-        features = write_features(model, theta, lower, work, f"lower_{i}", dim, seed, adam)
-        for part, block in read_features(features):
-            scores[part] += weight * (block @ target.T)
+        direction = upper_direction(model, theta, upper, member, work / f"upper_{i}.safetensors",
+                                    micro_batch)
+        scores += weight * lower_cosines(model, theta, lower, direction, adam,
+                                         work / f"lower_{i}.safetensors", micro_batch)
     return scores.max(dim=1).values
 
 
@@ -196,28 +205,10 @@ def model_fingerprint(model):
         for name, p in model.named_parameters()))
 
 
-def projected_size(theta, limit, num_rows, epochs, work):
-    """D, numbers a gradient is projected to, said with the disk it needs.
-
-    limit: D at most (--project), 0 for no projection; num_rows: of both levels.
-    """
-    size = sum(p.numel() for p in theta)
-    if not limit or size <= limit:
-        dim, how = size, "projection skipped: " + (
-            f"no longer than --project {limit}" if limit else "switched off")
-    else:
-        dim, how = limit, f"projected to {limit}"
-    width = 8 if theta[0].dtype == torch.float64 else 2
-    print(f"less: the gradient has {size} numbers, {how}; features in {work}: {num_rows} rows x "
-          f"{dim} x {width} bytes x {epochs} checkpoints = "
-          f"{num_rows * dim * width * epochs / 2**20:.0f} MiB")
-    return dim
-
-
 def open_work(args, model, levels):
-    """The folder of checkpoints and features; `UserError` when it belongs to another run."""
+    """The folder of what a killed run goes on from; `UserError` when it is another run's."""
     settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
-                "lora_alpha", "project", "dtype", "four_bit")
+                "lora_alpha", "dtype", "four_bit")
     config = {"args": {name: getattr(args, name) for name in settings},
               "data": {"model": model_fingerprint(model),
                        "lower rows": sets.rows_hash(levels.lower),
@@ -241,7 +232,6 @@ def run_less(args, levels):
                              checkpointing=args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]
     lower, upper = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
-    dim = projected_size(theta, args.project, len(lower) + len(upper), args.epochs, work)
     files = warm_up(model, theta, lower, work, fraction=args.warmup_fraction, epochs=args.epochs,
                     batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, seed=args.seed)
-    return less_scores(model, theta, lower, upper, groups, files, work, dim, args.seed)
+    return less_scores(model, theta, lower, upper, groups, files, work, args.micro_batch)

@@ -138,7 +138,7 @@ def test_every_method_runs_on_the_toy(rank):
     ("random", {"keep_fraction": 0.01}, "of 12 rows keeps none"),
     ("random", {"out": "."}, "is a folder"),
     ("less", {"warmup_fraction": 2}, "--warmup-fraction 2.0"),
-    ("less", {"project": -1}, "--project 0 or more"),
+    ("less", {"lr": -1}, "--lr -1.0: must be a finite number above 0"),
     ("less", {"epochs": 0}, "--epochs 0: must be 1 or more"),
     ("dsir", {"seed": -1}, "--seed -1: must lie between 0 and 2**63 - 1"),
     ("less", {"seed": 99999999999999999999}, "--seed 99999999999999999999: must lie between"),

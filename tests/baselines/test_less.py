@@ -10,17 +10,12 @@ from safetensors.torch import load_file
 
 import batches
 import models
-from baselines import less, projection
+from baselines import less
 from data import tokens
 from runtime import folder
 
 LESS = {"epochs": 2, "warmup_fraction": 0.5, "lr": 1e-2, "batch": 4, "lora_rank": 2,
         "lora_alpha": 4}
-
-
-def spearman(a, b):
-    ranks = torch.stack([x.argsort().argsort().double() for x in (a, b)])
-    return torch.corrcoef(ranks)[0, 1].item()
 
 
 def test_adam_direction_by_hand():
@@ -31,26 +26,6 @@ def test_adam_direction_by_hand():
               0.009 / (9.99e-5 + 1e-8) ** 0.5]
     made = less.adam_direction(gradient, m, v)
     assert torch.allclose(made, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12)
-
-
-def test_random_signs_are_one_fixed_balanced_matrix():
-    signs = projection.random_signs(0, 3000, 200, seed=0)
-    assert signs.shape == (3000, 200) and set(signs.unique().tolist()) == {-1.0, 1.0}
-    assert torch.equal(projection.random_signs(1234, 50, 200, seed=0), signs[1234:1284])
-    assert abs(signs.mean()) < 5 / signs.numel() ** 0.5
-    columns = signs.T @ signs / 3000 - torch.eye(200)
-    rows = signs @ signs.T / 200 - torch.eye(3000)
-    for products, size in ((columns, 3000), (rows, 200)):  # as many near 0 as of independent signs
-        assert 0.97 < products.square().sum().item() * size / (len(products) ** 2 - len(products)) \
-            < 1.03
-        assert products.abs().max() < 7 / size ** 0.5
-    assert (projection.random_signs(0, 3000, 200, seed=1) == signs).double().mean() < 0.51
-
-
-def test_project_is_the_product_with_that_matrix():
-    vectors = torch.randn(3, 1300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    made = projection.project(vectors, 70, seed=5)
-    assert torch.allclose(made, vectors @ projection.random_signs(0, 1300, 70, 5).double())
 
 
 def brute_gradients(folder, checkpoint, rows, rank, alpha):
@@ -83,8 +58,7 @@ def test_less_score_equals_brute_force(rank, folders, tmp_path):
     upper = write_rows(tmp_path / "upper.jsonl", upper)
     heldout = write_rows(tmp_path / "heldout.jsonl", make_rows(2, 3))
     made = rank("less", {"lower": lower, "upper": upper}, upper_heldout=heldout, dtype="float64",
-                project=0, upper_groups=True, **LESS | {"warmup_fraction": 0.6})
-    assert "projection skipped" in made.text
+                upper_groups=True, micro_batch=3, **LESS | {"warmup_fraction": 0.6})
     checkpoints = [load_file(f"{made.file}.less/warmup_{epoch}.safetensors") for epoch in (0, 1)]
     rates = [float(checkpoint["lr"]) for checkpoint in checkpoints]
     # 5 warm-up rows in batches of 4: two steps an epoch, of which one of four rises.
@@ -127,47 +101,48 @@ def test_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_path)
                           0.5e-2 * gradient / (gradient.abs() + 1e-8), atol=1e-9)
 
 
-def test_less_projection_keeps_the_ranking(rank, files):
-    files = files(lower=40, upper=20)
-    options = LESS | {"lora_rank": 16, "lora_alpha": 16}
-    exact = rank("less", files, out="exact", project=0, **options)
-    made = rank("less", files, out="projected", **options)
-    assert "14848 numbers, projected to 8192" in made.text
-    assert spearman(exact.scores, made.scores) >= 0.95
-    assert not torch.equal(exact.scores, made.scores)
-
-
-def test_less_skips_a_projection_that_would_not_shorten(rank, files):
-    made = rank("less", files(), **LESS)
-    assert "1856 numbers, projection skipped: no longer than --project 8192" in made.text
-    features = np.load(f"{made.file}.less/lower_1.npy", mmap_mode="r")
-    assert features.shape == (12, 1856) and features.dtype == np.float16
-    assert np.allclose(np.linalg.norm(features.astype(np.float64), axis=1), 1, atol=1e-3)
-
-
-def test_less_continues_after_a_kill(rank, files, monkeypatch):
+@pytest.mark.parametrize("stop, again", [
+    (8 + 30 + 8 + 18, 30 - 16),  # in the fifth block of the last checkpoint's lower rows
+    (8 + 30 + 6, 4 + 30)])       # in the second block of its upper rows: 9 less one held out
+def test_less_continues_after_a_kill(rank, files, monkeypatch, stop, again):
     files = files(lower=30, upper=9)
-    monkeypatch.setattr(less, "ROWS_AT_ONCE", 4)
-    whole = rank("less", files, out="whole.jsonl", **LESS)
+    monkeypatch.setattr(less, "ROWS_A_SAVE", 4)
+    settings = LESS | {"micro_batch": 3}
+    whole = rank("less", files, out="whole.jsonl", **settings)
     real, calls = less.row_gradients, []
 
     def killed(model, theta, rows):
         calls.extend(rows)
-        if len(calls) >= 9 + 30 + 9 + 18:  # in the fifth block of the last checkpoint's lower rows
+        if len(calls) >= stop:
             raise KeyboardInterrupt
         return real(model, theta, rows)
     monkeypatch.setattr(less, "row_gradients", killed)
     with pytest.raises(KeyboardInterrupt):
-        rank("less", files, **LESS)
+        rank("less", files, **settings)
     assert not (whole.file.parent / "kept.jsonl").exists()
     calls.clear()
     monkeypatch.setattr(less, "row_gradients", lambda *a: calls.extend(a[2]) or real(*a))
-    made = rank("less", files, **LESS)
-    assert len(calls) == 30 - 16  # what was written was not made again
+    made = rank("less", files, **settings)
+    assert len(calls) == again  # what was written was not made again
     assert made.ranked == whole.ranked
     calls.clear()
-    kept = rank("less", files, keep_fraction=0.5, **LESS)  # another share costs no gradient
+    kept = rank("less", files, keep_fraction=0.5, **settings)  # another share costs no gradient
     assert not calls and sum(row["kept"] for row in kept.rows) == 15
+
+
+def test_less_needs_memory_for_some_rows_at_a_time_only(rank, files, monkeypatch):
+    """--micro-batch gradients, whatever the number of rows; the score does not depend on it."""
+    rows, sizes, real = files(lower=20, upper=9), [], less.row_gradients
+    whole = rank("less", rows, out="whole.jsonl", dtype="float64", micro_batch=64, **LESS)
+
+    def counted(model, theta, rows):
+        made = real(model, theta, rows)
+        sizes.append(len(made))
+        return made
+    monkeypatch.setattr(less, "row_gradients", counted)
+    made = rank("less", rows, dtype="float64", micro_batch=2, **LESS)
+    assert max(sizes) == 2 and sum(sizes) == 2 * (20 + 8)
+    assert torch.allclose(made.scores, whole.scores, rtol=0, atol=1e-9)
 
 
 def test_less_refuses_features_of_another_run(rank, files, refused, folders, tmp_path):
