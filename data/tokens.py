@@ -334,6 +334,8 @@ def renamed(row, columns, place):
         if theirs not in row:
             raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
+    if not columns.keys() - {*LABELS}:
+        return row | {ours: row[theirs] for ours, theirs in columns.items()}
     kept = list(LABELS)  # and, of the Alpaca layout, the column that may be missing
     if "instruction" in columns and "input" in row and "input" not in columns.values():
         kept.append("input")

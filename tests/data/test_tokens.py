@@ -126,6 +126,13 @@ def test_both_sides_of_a_pair_share_row_ids(load):
     assert rejected[1]["prompt_hash"] == chosen[2]["prompt_hash"]
 
 
+def test_a_label_may_be_named_alone(load):
+    rows = [{"instruction": "a", "input": "b", "output": "c", "red": n} for n in (0, 1)]
+    loaded, report = load(rows, columns="bad=red")
+    assert report["layout"] == "alpaca" and loaded["bad"][:] == [False, True]
+    assert loaded["prompt"][0] == load(rows)[0]["prompt"][0] == "a\nb"
+
+
 def test_named_columns(load):
     rows = [{"q": "p", "a": "r", "bad": True, "kind": "cut"}]
     for columns in ("prompt=q, response=a", {"prompt": "q", "response": "a"}):
