@@ -105,7 +105,7 @@ def parse_args(argv=None):
         *["python", "-m", "paper"], args.target,
         *(word for name in ("scale", "seeds") if name not in unread
           for word in (f"--{name}", str(getattr(args, name)))),
-        *(word for name in given if name not in ("scale", "seeds", "workers", "add")
+        *(word for name in given if name not in ("scale", "seeds", "workers", "add", "list")
           for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))),
         *(["--name", args.name] if args.name != args.scale else [])])
     return args
