@@ -8,8 +8,8 @@ seldom in float32, but in bf16 often enough to write another. The loop, the cach
 are transformers' `generate`.
 
 What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
-batch, and on CUDA batches are as large as memory allows and the decoding step is compiled over a
-cache of fixed size. Where that fails, the plain loop takes over.
+batch, and on CUDA the decoding step is compiled over a cache of fixed size. Where that fails, the
+plain loop takes over.
 """
 
 import contextlib
@@ -22,9 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from batches import seeded
 
-WIDTH_STEP = 128      # prompts are padded to multiples of it under a static cache
-LARGEST_BATCH = 1024  # answers at a time on CUDA; beyond it decoding gains nothing
-MEMORY_SHARE = 0.6    # of the free CUDA memory, for a batch
+WIDTH_STEP = 128  # prompts are padded to multiples of it under a static cache
 
 
 class _SeededSampler(LogitsProcessor):
@@ -50,9 +48,8 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
     the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
-    answers at a time; None is 64 on the CPU and on CUDA what fits into the free memory. label: a
-    progress bar's. static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None
-    decides.
+    answers at a time, fewer where CUDA memory does not suffice. label: a progress bar's.
+    static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None decides.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
@@ -72,8 +69,6 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
             width = len(prompts[order[start]])
             if static_cache:  # few widths, so that little is compiled
                 width = -(-width // WIDTH_STEP) * WIDTH_STEP
-            if batch_size is None:
-                batch_size = _fitting_batch(model, width + max_new_tokens)
             part = order[start:start + batch_size]
             config.cache_implementation = "static" if static_cache else None
             try:
@@ -126,21 +121,6 @@ def _is_of_static_cache(error):
         isinstance(error, (ValueError, NotImplementedError)) and "cache" in str(error).lower())
 
 
-def _fitting_batch(model, length):
-    """Answers at a time: 64 on the CPU; on CUDA what cache, logits and prefill leave room for."""
-    if model.device.type != "cuda":
-        return 64
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * heads * size * length * model.dtype.itemsize
-    # Prefill: one layer's activations; the sampler: float32 logits, softmax, sum, scores, twice.
-    other = 16 * length * config.hidden_size * model.dtype.itemsize + 32 * config.vocab_size
-    free = torch.cuda.mem_get_info(model.device)[0] + (
-        torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
-    return max(1, min(LARGEST_BATCH, int(MEMORY_SHARE * free) // (cache + other)))
-
-
 @contextlib.contextmanager
 def _own_generation_config(model, config):
     """The model's generation_config out of the way: transformers fills unset values from it."""
@@ -168,15 +148,15 @@ def folded(model):
     Quantised layers are left as they are, and so are those that FSDP has split over processes.
     """
     copies = []
-    for layer in model.modules():
-        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
-        if hasattr(layer, "lora_A") and weight is not None and weight.is_floating_point() \
-                and not isinstance(weight, DTensor) and not layer.disable_adapters:
-            copies.append((layer, weight, weight.detach().clone()))
-            for name in layer.active_adapters:
-                weight.data += layer.get_delta_weight(name).to(weight.dtype)
-            layer._disable_adapters = True
     try:
+        for layer in model.modules():
+            weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+            if hasattr(layer, "lora_A") and weight is not None and weight.is_floating_point() \
+                    and not isinstance(weight, DTensor) and not layer.disable_adapters:
+                copies.append((layer, weight, weight.detach().clone()))
+                for name in layer.active_adapters:
+                    weight.data += layer.get_delta_weight(name).to(weight.dtype)
+                layer._disable_adapters = True
         yield
     finally:
         for layer, weight, copy in copies:

@@ -349,8 +349,7 @@ def token_logps(model, batch, reference=False, kernel=None, greedy=False):
     """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
     Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
-    `response_mask`; with greedy also (n,) bool, whether no other token is likelier, for which the
-    n x V logits are held at once.
+    `response_mask`; with greedy also (n,) bool, whether no other token is likelier.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     if causal_lm.config._attn_implementation != ATTENTION:
@@ -363,12 +362,14 @@ def token_logps(model, batch, reference=False, kernel=None, greedy=False):
         logits = packed_forward(causal_lm, batch)[where]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logps = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+        likeliest = logits.argmax(dim=1)
     else:
         hidden = packed_forward(causal_lm.base_model, batch)[where]
         logps = token_logprobs(hidden, head, targets, kernel=kernel)
-        logits = hidden @ head.T if greedy else None
+        likeliest = torch.cat([(part @ head.T).argmax(dim=1) for part in hidden.split(
+            256)]) if greedy else None
     row = torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]), right=True)
-    return (logps, row, logits.argmax(dim=1) == targets) if greedy else (logps, row)
+    return (logps, row, likeliest == targets) if greedy else (logps, row)
 
 
 def sequence_logprobs(model, batch, reference=False, kernel=None, greedy=False):

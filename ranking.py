@@ -323,11 +323,12 @@ def verdicts(found, trusted, made, text_reasons=()):
     """
     names, notes = [name for name in detect.DETECTORS if name in found or name == "echo"], []
     ends, cut = (x[~x.isnan()] for x in (found["end"], made.get("end", found["end"][:0])))
-    known = auroc(-torch.cat([ends, cut]), torch.arange(len(ends) + len(cut)) >= len(ends)) or 0.0
-    if known < detect.KNOWS_ENDS:
+    known = auroc(-torch.cat([ends, cut]), torch.arange(len(ends) + len(cut)) >= len(ends))
+    if known is None or known < detect.KNOWS_ENDS:
         names.remove("end")
-        notes.append("the model does not know where answers end (AUROC of rows cut at random "
-                     f"{known:.2f}): ends are not judged")
+        notes.append("ends are not judged: " + (
+            "there is none, or no answer long enough to be cut on trial" if known is None else
+            f"the model does not know where answers end (AUROC of rows cut at random {known:.2f})"))
     for level, rows in (("lower", found), ("trusted", trusted)):
         if rows is not None and len(rows["length"]) < detect.LEAST:
             notes.append(f"{len(rows['length'])} {level} rows are too few to say what good rows "

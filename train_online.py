@@ -68,8 +68,8 @@ import torch
 
 # Beside the defaults below, which are the published ones of the quality task.
 PRESETS = options.PRESETS | {
-    name: values | {"generation_batch": 16 if name.endswith("safety") else 64}
-    for name, values in options.PRESETS.items() if name != "toy"}
+    name: values | {"generation_batch": 16}
+    for name, values in options.PRESETS.items() if name.endswith("safety")}
 
 
 def parse_args(argv=None):
@@ -89,8 +89,8 @@ def parse_args(argv=None):
     add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
-    add("--generation-batch", type=int, help="answers at a time; in bf16 another number writes "
-        "others (64, safety 16; default: by free memory on CUDA, 64 on the CPU)")
+    add("--generation-batch", type=int, default=64, help="answers at a time; in bf16 another "
+        "number writes others (64, safety 16)")
     options.add_arguments(parser)
     parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
     args = options.parse(parser, argv, PRESETS)

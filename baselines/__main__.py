@@ -6,12 +6,12 @@ import math
 import time
 from pathlib import Path
 
-import torch
+import utils  # before torch: it quiets its waiting threads
 
+# ruff: isort: split
 import models
 import options
 import ranking
-import utils
 from baselines import scores
 from baselines.dsir import dsir_scores
 from baselines.less import run_less
@@ -21,6 +21,9 @@ from data import sets, sources
 from runtime import command, processes
 from toy import corpus
 from utils import UserError
+
+# ruff: isort: split
+import torch
 
 METHODS = ("random", "dsir", "less", "rds", "loss", "length", "ifd", "tests", "joined")
 NEEDS_UPPER, TESTS = ("dsir", "less", "rds"), ("tests", "joined")

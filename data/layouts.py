@@ -22,7 +22,7 @@ LAYOUTS = {  # the first whose columns are all there wins
     "prompt/completion": ("prompt", "completion"),
 }
 COLUMNS = sorted({column for needed in LAYOUTS.values() for column in needed}
-                 | {"input", "system_prompt", "bad", "kind"})
+                 | {"input", "system", "bad", "kind"})
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns beside a conversation
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
          "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",

@@ -336,10 +336,9 @@ def renamed(row, columns, place):
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
     if not columns.keys() - {*LABELS}:
         return row | {ours: row[theirs] for ours, theirs in columns.items()}
-    kept = list(LABELS)  # and, of the Alpaca layout, the column that may be missing
-    if "instruction" in columns and "input" in row and "input" not in columns.values():
-        kept.append("input")
-    return {label: row.get(label) for label in kept} | {
+    extra = {"instruction": "input", "messages": "system", "conversations": "system"}
+    kept = {extra[ours] for ours in columns if ours in extra} & row.keys() - {*columns.values()}
+    return {name: row.get(name) for name in (*LABELS, *kept)} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 
 

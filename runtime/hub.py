@@ -16,7 +16,12 @@ def hub_answers(info, name, what):
     except huggingface_hub.errors.RepositoryNotFoundError:
         raise UserError(f"{name}: no such {what} on the hub, or it is private or gated (log in "
                         "with `hf auth login`); and no file or folder of that name") from None
+    except huggingface_hub.errors.HfHubHTTPError:
+        pass  # it is there, and busy: the loader asks again
     except Exception:  # any failure to reach the hub: what is in the local cache still loads
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            print("note: the hub did not answer within 3 seconds; only what is in its local cache "
+                  "is loaded")
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return False
     return True

@@ -363,21 +363,3 @@ def test_batches_halve_when_memory_is_short(model, monkeypatch):
     monkeypatch.setattr(causal_lm, "generate", lambda **options: limited(most=0, **options))
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ask(model, prompts)
-
-
-def test_batch_size_from_the_free_memory(model, monkeypatch):
-    """None: 64 on the CPU; on a GPU so many that their caches fit, and never none."""
-    from types import SimpleNamespace
-
-    assert ask(model, make_prompts(9), batch_size=None) == ask(model, make_prompts(9))
-    assert module._fitting_batch(model, 100) == 64
-    config = model.config.get_text_config()
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config, dtype=torch.float32)
-    heads = getattr(config, "num_key_value_heads", 4)
-    cache = 2 * 2 * heads * 8 * 100 * 4
-    for free, expected in ((0, 1), (2**20, None), (2**40, module.LARGEST_BATCH)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2**40))
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
-        found = module._fitting_batch(on_gpu, 100)
-        assert found == expected or (expected is None and 1 < found < free / cache)

@@ -70,6 +70,30 @@ def test_the_method_never_imports_the_rooms_around_it():
     assert not [name for name, found in IMPORTS.items() if "eval" in found]
 
 
+@pytest.mark.parametrize("name", ["train_offline", "train_online", "eval", "baselines.__main__",
+                                  "paper.__main__", "theory.__main__", "benchmarks.__main__",
+                                  "toy.__main__"])
+def test_utils_is_imported_before_torch(name):
+    """It sets what torch's threads read when they are loaded."""
+    seen = []
+
+    def visit(module):
+        if module in seen:
+            return
+        seen.append(module)
+        for node in ast.parse(MODULES[module].read_text()).body:
+            found = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
+                     [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                     if isinstance(node, ast.ImportFrom) else [])
+            for other in found:
+                if other.split(".")[0] in ("torch", "transformers", "peft", "datasets"):
+                    seen.append("torch")
+                if other in MODULES:
+                    visit(other)
+    visit(name)
+    assert seen.index("utils") < seen.index("torch")
+
+
 def test_sizes():
     """At most 17 files at the root, a tiny utils.py, no function longer than a screen."""
     assert len([path for path in FILES if path.parent == ROOT]) <= 17

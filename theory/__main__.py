@@ -4,11 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
-
 import utils
 from runtime import command
 from theory import benefit, convergence, coverage, drawing, equivalence, weights
+
+# ruff: isort: split
+import torch
 
 PARTS = {"benefit": (benefit, drawing.draw_benefit),
          "coverage": (coverage, drawing.draw_coverage),

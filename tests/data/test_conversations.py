@@ -79,6 +79,16 @@ def test_the_input_of_renamed_instructions_is_read(load):
     assert load([row], columns=swapped)[0]["prompt"][0] == "b a"
 
 
+def test_the_system_column_beside_a_renamed_conversation_is_read(load):
+    row = {"talk": [ASK, ANSWER], "system": "in French"}
+    plain = {"messages": row["talk"], "system": "in French"}
+    wanted = load([plain])[0]["prompt"][0]
+    assert "in French" in wanted
+    assert load([row], columns="messages=talk")[0]["prompt"][0] == wanted
+    other = {"messages": row["talk"], "rules": "in French"}
+    assert load([other], columns="messages=messages,system=rules")[0]["prompt"][0] == wanted
+
+
 def test_what_lies_behind_the_last_answer_or_is_empty_loses_nothing(load):
     rows, report = load([
         {"messages": [ASK, ANSWER, asked(IMAGE)]},

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import batches
 from data import sets, sources, tokens
+from runtime.hub import hub_answers
 from utils import UserError, content_hash
 
 SHARED = ROOT.parent / "shared"
@@ -595,7 +596,16 @@ def test_split_of_a_hub_name(tokenizer, tmp_path, monkeypatch, source, asked):
     assert rows[0]["prompt"] == asked[2] and report["source"] == source
 
 
-def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
+def test_a_busy_hub_is_not_a_missing_one(monkeypatch, capsys):
+    def busy(*_, **__):
+        raise huggingface_hub.errors.HfHubHTTPError.__new__(huggingface_hub.errors.HfHubHTTPError)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", busy)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert hub_answers("model_info", "some/model", "model")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE and not capsys.readouterr().out
+
+
+def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch, capsys):
     timeouts = []
 
     def refuse(*_, timeout, **__):
@@ -610,6 +620,7 @@ def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"nobody/nothing:main: .*hub cannot be reached") as caught:
         tokens.load_rows("nobody/nothing:main", tokenizer, cache_dir=tmp_path)
     assert time.time() - start < 5 and "\n" not in str(caught.value) and timeouts == [3]
+    assert capsys.readouterr().out.count("the hub did not answer within 3 seconds") == 1
 
     # A data set that an earlier start downloaded still loads: made here in the hub cache's layout.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
