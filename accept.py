@@ -1,8 +1,8 @@
 """Refinement beyond the paper (`--refine accept`): which new answer may stand in for a bad one?
 
 Weighted by a ratio of about one, the model's own answers have no gradient in expectation, and
-regenerating a row equals dropping it (docs/tried.md). So something else decides here: trusted rows,
-and other rows of the file. Three ways to an answer, and a margin of each:
+regenerating a row does no more than dropping it (docs/claims.md). So something else decides here:
+trusted rows, and other rows of the file. Three ways to an answer, and a margin of each:
 
     search     its own answer may stand behind another question. Of the answers of all suspect rows
                (of another question, unclear, or masked by a file and not cut) the SHORTLIST that

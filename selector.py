@@ -11,7 +11,8 @@ file imports nothing from the project and can be copied into another codebase as
 Deviations from the text of the paper:
  1. Weights are N * softmax(omega), with mean one, and a batch is averaged: the literal sigma_i is
     about 1/N and vanishes next to the validation term. The authors' code does the same.
- 2. omega starts at zero. The softmax ignores a common shift, so any constant start is the same.
+ 2. omega starts at zero, unless the caller sets it. The softmax ignores a common shift, so any
+    constant start is the same.
  3. `center=True` subtracts a running mean of *past* losses from C. Since sum_i grad sigma_i = 0 the
     expected step is unchanged; its variance falls by the squared mean of the losses. Off in the
     paper's presets.
