@@ -8,7 +8,7 @@
              computes it
     joined   the tests' score and the loss: surprise plus -ln of the share of rows with as high a
              loss. The tests find faults, the loss what they were not made for, and rows of low loss
-             train best (docs/results_text.md)
+             train best (docs/row_tests.md)
 
 Deviations:
  1. IFD: low is best. Li et al. keep the *highest* ratios below 1, the hard rows of a set whose
