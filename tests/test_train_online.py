@@ -841,6 +841,8 @@ def test_a_dynamic_mask_that_only_the_first_step_drew_is_ranked_like_a_static_on
         ranked[mask] = [row["rank"] for row in run.weights if row["masked"]]
         assert len(ranked[mask]) == 6
         assert ("a random mask" in run.text) == (mask == "dynamic")
+        assert ("the untrained model writes all answers" in run.text) == (mask == "static")
     assert min(ranked["dynamic"]) < 7
     run = online(files(lower=12), out="two", mask="dynamic", k_gen=1, ratio_masked=0.5)
+    assert "the only refresh" not in run.text
     assert min(row["rank"] for row in run.weights if row["masked"]) == 7
