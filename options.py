@@ -176,10 +176,11 @@ def at_least_one(args, *names):
                             "and below 2147483648")
 
 
-def gammas(args):
-    """gamma_k of every epoch; a rho that leaves (0, 1) is an error before anything starts."""
+def penalties(args):
+    """(rho_k, gamma_k) of every epoch; a rho that leaves (0, 1) is an error before any start."""
     try:
-        return [penalty(epoch, args.rho_start, args.rho_step) for epoch in range(args.epochs)]
+        gammas = [penalty(epoch, args.rho_start, args.rho_step) for epoch in range(args.epochs)]
+        return [(round(gamma / (1 + gamma), 12), gamma) for gamma in gammas]  # 0.6, not 0.59999...
     except ValueError as error:
         raise UserError(f"--epochs {args.epochs}: {error}; use fewer epochs or a smaller "
                         "--rho-step") from None

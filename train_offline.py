@@ -125,7 +125,7 @@ def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correctio
 def main(argv=None):
     args = parse_args(argv)
     bilevel = args.method == "bds"
-    gammas = options.gammas(args) if bilevel else None
+    penalties = options.penalties(args) if bilevel else None
     run = session.plan(args)
     if args.dry_run:
         return
@@ -143,7 +143,7 @@ def main(argv=None):
             upper_batch, reference = batches.take(run.upper, upper_rows), run.reference["upper"]
         rho = args.rho if args.method == "mix" else 1.0
         if bilevel:
-            rho = round(gammas[epoch] / (1 + gammas[epoch]), 12)  # 0.6, not 0.5999999999999999
+            rho, gamma = penalties[epoch]
         weights = run.selector.weights(lower_rows)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
@@ -160,7 +160,7 @@ def main(argv=None):
             losses = omega_losses(run.model, lower_batch, weights, lower_now, **run.omega_options,
                                   **run.limits)
             monitor.check_finite(run, losses.sum(), losses, lower_rows)
-            run.selector.step(lower_rows, losses, gammas[epoch])
+            run.selector.step(lower_rows, losses, gamma)
 
         # --- log, evaluate, save ------------------------------------------------------------------
         lower_loss = (weights * lower_now).mean().item()

@@ -359,7 +359,7 @@ def step_metrics(rho, weights, upper_now, plain, weighted, masked, present, used
 
 def main(argv=None):
     args = parse_args(argv)
-    gammas = options.gammas(args)
+    penalties = options.penalties(args)
     run = session.plan(args)
     mask_is_ranked = check_refreshes(args, run)
     if args.dry_run:
@@ -371,7 +371,7 @@ def main(argv=None):
 
     while run.step < run.total_steps:
         epoch, k = divmod(run.step, run.steps_per_epoch)
-        rho = round(gammas[epoch] / (1 + gammas[epoch]), 12)  # 0.6, not 0.5999999999999999
+        rho, gamma = penalties[epoch]
         started, metrics = time.perf_counter(), {"step": run.step, "epoch": epoch, "rho": rho}
 
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
@@ -404,7 +404,7 @@ def main(argv=None):
                                   measure=mean_answer_losses, **run.omega_options, **limits)
             monitor.check_finite(run, losses.sum(), losses, lower_rows)
             run.selector.step(lower_rows[present], losses.cpu()[present],
-                              gammas[epoch] * (present.sum().item() / len(present)))
+                              gamma * (present.sum().item() / len(present)))
 
         # --- log, evaluate, save ------------------------------------------------------------------
         metrics |= step_metrics(rho, weights, upper_now, plain, weighted, mask[lower_rows], present,

@@ -741,7 +741,7 @@ def test_every_flag_is_read_somewhere(parser):
     does not count."""
     sources = "".join((ROOT / name).read_text() for name in (
         "train_offline.py", "session.py", "runtime/monitor.py", "data/sets.py", "options.py"))
-    checks = sources.index("def check_values"), sources.index("def gammas")
+    checks = sources.index("def check_values"), sources.index("def penalties")
     sources = sources[:checks[0]] + sources[checks[1]:]
     read = set(re.findall(r"\bargs\.(\w+)", sources)) | set(re.findall(r"\bfirst\.(\w+)", sources))
     for names in re.findall(r"getattr\(args, name\) for name in \(([^)]+)\)", sources):
@@ -804,7 +804,8 @@ def test_presets_hold_the_published_values_and_nothing_else(preset):
             assert value == (PUBLISHED | SETS[preset]).get(key, plain[key]), key
     # The command line stands above the preset.
     assert train_offline.parse_args([*given, "--lr", "1", "--epochs", "2"]).lr == 1
-    assert [penalty(epoch) for epoch in range(3)] == options.gammas(argparse.Namespace(**args))
+    assert [(0.1 * (epoch + 1), penalty(epoch)) for epoch in range(3)] == [
+        pytest.approx(pair) for pair in options.penalties(argparse.Namespace(**args))]
 
 
 def test_the_toys_preset_is_what_runs_without_arguments(tmp_path):
