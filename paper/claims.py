@@ -29,6 +29,7 @@ OMEGA = ("weight/auroc", "base/auroc")  # of one run
 def safety(name, table):
     """The paper's claims of Table 3, by trusted rows or by preference pairs."""
     return [(f"{name}: BDS beats mixing", table, "BDS", "mixing rho=0.5", UPPER),
+            ("... and mixing with BDS's rho", table, "BDS", "mixing, rho schedule", UPPER),
             (f"{name}: online dynamic beats BDS", table, DYNAMIC, "BDS", UPPER),
             ("... and leaving those rows out", table, DYNAMIC, "control: dynamic, drop", UPPER)]
 

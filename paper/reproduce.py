@@ -31,9 +31,9 @@ from utils import UserError, each_jsonl, table
 
 WIN_RATE = ["eval.py", "winrate"]  # the words behind `python` that name the win rate's command
 DEMO = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
-SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "random", "LESS", "DSIR", "BDS",
-                  "online R=5% G=1", "online R=10% G=1", "online dynamic", "control: drop",
-                  "control: dynamic, drop")
+SAFETY_METHODS = ("mixing rho=0.5", "mixing rho=1", "mixing, rho schedule", "random", "LESS",
+                  "DSIR", "BDS", "online R=5% G=1", "online R=10% G=1", "online dynamic",
+                  "control: drop", "control: dynamic, drop")
 
 # Upper and lower evaluation loss, mean over 4 runs (Tables 1 and 3 of the paper).
 PUBLISHED = {
@@ -77,6 +77,7 @@ CLAIMS = {
         ("(control) online is better than dropping", "online R=10% G=1", "control: drop", UPPER)],
     "table3": [
         ("BDS is better than mixing at rho = 0.5", "BDS", "mixing rho=0.5", UPPER),
+        ("(control) BDS is better than mixing with its rho", "BDS", "mixing, rho schedule", UPPER),
         ("online is better than offline", "online R=10% G=1", "BDS", UPPER),
         ("dynamic is better than static", "online dynamic", "online R=10% G=1", UPPER),
         ("dynamic is better than static, clean rows", "online dynamic", "online R=10% G=1", LOWER),
