@@ -362,7 +362,7 @@ def token_logps(model, batch, reference=False, kernel=None, greedy=False):
         logits = packed_forward(causal_lm, batch)[where]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logps = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
-        likeliest = logits.argmax(dim=1)
+        likeliest = logits.argmax(dim=1) if greedy else None
     else:
         hidden = packed_forward(causal_lm.base_model, batch)[where]
         logps = token_logprobs(hidden, head, targets, kernel=kernel)

@@ -327,7 +327,7 @@ def verdicts(found, trusted, made, text_reasons=()):
     if known is None or known < detect.KNOWS_ENDS:
         names.remove("end")
         notes.append("ends are not judged: " + (
-            "there is none, or no answer long enough to be cut on trial" if known is None else
+            "no row has an end, or no answer is long enough to cut on trial" if known is None else
             f"the model does not know where answers end (AUROC of rows cut at random {known:.2f})"))
     for level, rows in (("lower", found), ("trusted", trusted)):
         if rows is not None and len(rows["length"]) < detect.LEAST:

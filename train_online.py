@@ -135,9 +135,9 @@ def check_refreshes(args, run):
     if args.first_refresh + last_refresh == 0 and (
             args.refine == "generate" or args.mask == "dynamic"):
         print("warning: the only refresh is before the first step: " + (
-            "all weights are equal, so it is a random mask" if args.mask == "dynamic" else
-            "the untrained model writes all answers") + "; make --k-gen smaller than "
-            f"{run.total_steps}")
+            "no row was read, so it is a random mask" if args.mask == "dynamic" else
+            "the untrained model writes all answers") + (
+                f"; make --k-gen smaller than {run.total_steps}" if run.total_steps > 1 else ""))
     if args.refine == "generate":
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "

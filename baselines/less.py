@@ -7,7 +7,8 @@ Deviations, each with its reason:
  3. The authors pick the top 5 %; here --keep-fraction decides, as for every method.
  4. Gradients are not projected. The authors store a projection of every row's, to use it again for
     other upper rows. Here each is compared as it comes with the mean of the upper rows' unit
-    gradients, which is all that the score needs: exact, no disk, one pass over either level.
+    gradients, which is all that the score needs. Exact, and of a checkpoint the disk holds 3 P
+    numbers and P for each group, whatever the number of rows.
 """
 
 import math
@@ -25,7 +26,7 @@ from logprobs import sequence_logprobs
 from runtime import folder, processes
 from utils import UserError
 
-ROWS_A_SAVE = 256  # what a kill costs, at most
+ROWS_A_SAVE = 256  # what a kill costs after the warm-up, at most
 
 
 def adam_direction(gradient, m, v):
@@ -33,9 +34,9 @@ def adam_direction(gradient, m, v):
 
     As LESS has it: the epsilon inside the root, no bias correction, betas (0.9, 0.999).
     """
-    m = 0.9 * m + 0.1 * gradient
-    v = 0.999 * v + 0.001 * gradient.square()
-    return m / (v + 1e-8).sqrt()
+    v = gradient.square().mul_(0.001).add_(v, alpha=0.999)  # in place: (..., P) is large
+    m = (0.1 * gradient).add_(m, alpha=0.9)
+    return m.div_(v.add_(1e-8).sqrt_())
 
 
 def row_gradients(model, theta, rows):
@@ -77,8 +78,9 @@ def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, l
     """Train the adapter on a random share of the rows; one checkpoint an epoch, in `work`.
 
     Returns the files. A checkpoint is theta, m, v, each (P,), and lr, the epoch's mean learning
-    rate. Existing ones are taken as they are: the caller has checked that they come from the same
-    arguments. fraction: share of the rows; batch: rows a step, micro_batch: rows a forward.
+    rate. All are taken as they are when none is missing, else the warm-up starts anew: the caller
+    has checked that they come from the same arguments. fraction: share of the rows; batch: rows a
+    step, micro_batch: rows a forward.
     """
     files = [work / f"warmup_{epoch}.safetensors" for epoch in range(epochs)]
     if all(file.exists() for file in files):
@@ -136,7 +138,7 @@ def unit_gradients(model, theta, rows, done, micro_batch, label, adam=None):
             position = done + int((~torch.isfinite(norms)).nonzero()[0, 0])
             raise UserError(f"{label}: the gradient of row {position} is not finite")
         done += len(part)
-        yield done - len(part), vectors / norms.clamp_min(1e-30), done == border
+        yield done - len(part), vectors.div_(norms.clamp_min(1e-30)), done == border
         bar.update(len(part))
     bar.close()
 
@@ -205,14 +207,15 @@ def model_fingerprint(model):
         for name, p in model.named_parameters()))
 
 
-def open_work(args, model, levels):
+def open_work(args, model, levels, groups):
     """The folder of what a killed run goes on from; `UserError` when it is another run's."""
     settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
                 "lora_alpha", "dtype", "four_bit")
     config = {"args": {name: getattr(args, name) for name in settings},
               "data": {"model": model_fingerprint(model),
                        "lower rows": sets.rows_hash(levels.lower),
-                       "upper rows": sets.rows_hash(levels.upper)}}
+                       "upper rows": sets.rows_hash(levels.upper),
+                       "upper groups": utils.content_hash(*groups)}}
     return folder.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
 
 
@@ -227,7 +230,7 @@ def run_less(args, levels):
     folder.seed_everything(args.seed)
     base = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
                               args.four_bit)
-    work = open_work(args, base, levels)
+    work = open_work(args, base, levels, groups)
     model = models.add_lora(base, args.lora_rank, args.lora_alpha,
                              checkpointing=args.gradient_checkpointing)
     theta = [p for p in model.parameters() if p.requires_grad]

@@ -67,7 +67,14 @@ def find_layout(columns, place):
 
 
 def row_messages(row, layout, side, place):
-    """A row of any layout -> messages `[{"role", "content"}, ...]`."""
+    """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first."""
+    turns = _turns(row, layout, side, place)
+    if row.get("system") and not any(turn["role"] == "system" for turn in turns):
+        turns.insert(0, {"role": "system", "content": text_of(row["system"], f'{place}: "system"')})
+    return turns
+
+
+def _turns(row, layout, side, place):
     def get(column):
         if column not in row:
             raise UserError(f'{place}: no column "{column}"; found {", ".join(map(str, row))}')
@@ -77,10 +84,7 @@ def row_messages(row, layout, side, place):
         return text_of(get(column), f'{place}: "{column}"')
 
     if layout in ("messages", "conversations"):
-        turns = _messages(get(layout), f'{place}: "{layout}"')
-        if row.get("system") and not any(turn["role"] == "system" for turn in turns):
-            turns.insert(0, {"role": "system", "content": text("system")})
-        return turns
+        return _messages(get(layout), f'{place}: "{layout}"')
     if layout == "alpaca":
         prompt, extra = text("instruction"), text("input") if "input" in row else ""
         return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))

@@ -336,8 +336,8 @@ def renamed(row, columns, place):
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
     if not columns.keys() - {*LABELS}:
         return row | {ours: row[theirs] for ours, theirs in columns.items()}
-    extra = {"instruction": "input", "messages": "system", "conversations": "system"}
-    kept = {extra[ours] for ours in columns if ours in extra} & row.keys() - {*columns.values()}
+    kept = {"system"} | ({"input"} if "instruction" in columns else set())
+    kept &= row.keys() - {*columns.values()}
     return {name: row.get(name) for name in (*LABELS, *kept)} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 

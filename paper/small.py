@@ -40,7 +40,7 @@ ROWS = 400
 # weights would mask has been read, and no answer of it would be trained on. The second half of the
 # epoch reads answers of the model that the first half trained.
 SETTINGS = (f"--lower-limit {ROWS} --upper-limit {ROWS + 100} --max-length 160 --epochs 1 "
-            "--batch 16 --micro-batch 8 --rho-start 0.5 --center --k-gen 12 "
+            "--batch 16 --micro-batch 8 --rho-start 0.5 --center --k-gen 13 "
             "--max-new-tokens 96 --save-every 5")
 TIMED_ROWS, TIMED_ANSWERS = 16, 40  # at a time when rates are measured, as in the run itself
 

@@ -1,10 +1,12 @@
 """Asking the hub, once and briefly, before a loader tries for most of a minute."""
 
+import os
+
 from utils import UserError
 
 
 def hub_answers(info, name, what):
-    """Whether the hub knows `name`; `UserError` when it says no; offline from now on when silent.
+    """Whether the hub answers; `UserError` when it has no `name`; offline from now on when silent.
 
     info: "model_info" or "dataset_info". Loaders retry for most of a minute without a network;
     this asks once, for three seconds.
@@ -17,11 +19,10 @@ def hub_answers(info, name, what):
         raise UserError(f"{name}: no such {what} on the hub, or it is private or gated (log in "
                         "with `hf auth login`); and no file or folder of that name") from None
     except huggingface_hub.errors.HfHubHTTPError:
-        pass  # it is there, and busy: the loader asks again
+        pass  # it answered, with another error: the loader asks again and says what is wrong
     except Exception:  # any failure to reach the hub: what is in the local cache still loads
-        if not huggingface_hub.constants.HF_HUB_OFFLINE:
-            print("note: the hub did not answer within 3 seconds; only what is in its local cache "
-                  "is loaded")
+        if not huggingface_hub.constants.HF_HUB_OFFLINE and os.environ.get("RANK", "0") == "0":
+            print("note: the hub cannot be reached; only what is in its local cache is loaded")
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         return False
     return True

@@ -145,7 +145,7 @@ def test_less_needs_memory_for_some_rows_at_a_time_only(rank, files, monkeypatch
     assert torch.allclose(made.scores, whole.scores, rtol=0, atol=1e-9)
 
 
-def test_less_refuses_features_of_another_run(rank, files, refused, folders, tmp_path):
+def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp_path):
     rows = files()
     made = rank("less", rows, **LESS)
     before = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)
@@ -156,7 +156,8 @@ def test_less_refuses_features_of_another_run(rank, files, refused, folders, tmp
     changed[3]["response"] += " stone"
     changed = write_rows(tmp_path / "changed.jsonl", changed)
     for word, options in (("model", {"model": other}), ("lower rows", {"lower": changed}),
-                          ("lora_rank", {"lora_rank": 3}), ("seed", {"seed": 1})):
+                          ("lora_rank", {"lora_rank": 3}), ("seed", {"seed": 1}),
+                          ("upper groups", {"upper_groups": True, "upper_columns": "kind=prompt"})):
         line = refused(lambda options=options: rank("less", rows, **LESS | options))
         assert "cannot resume: " in line and f" {word} was" in line
         assert str(made.file) + ".less" in line

@@ -76,7 +76,7 @@ def test_a_model_that_does_not_know_ends_does_not_judge_them():
     _, reasons, notes = ranking.verdicts(found, None, made | {"end": found["end"][30:130] + 50})
     assert reasons.count("end") >= 25 and not notes
     _, reasons, notes = ranking.verdicts(found, None, {"relevance": made["relevance"]})
-    assert "end" not in reasons and "no answer long enough to be cut" in notes[0]
+    assert "end" not in reasons and "no answer is long enough to cut" in notes[0]
 
 
 def test_made_faults_are_what_they_say(folders, tmp_path):

@@ -89,6 +89,20 @@ def test_the_system_column_beside_a_renamed_conversation_is_read(load):
     assert load([other], columns="messages=messages,system=rules")[0]["prompt"][0] == wanted
 
 
+@pytest.mark.parametrize("row", [
+    {"instruction": "a?", "output": "b"}, {"prompt": "a?", "response": "b"},
+    {"question": "a?", "response": "b"}, {"prompt": "a?", "chosen": "b", "rejected": "c"}])
+def test_a_system_column_is_the_system_turn_of_every_layout(load, row):
+    wanted = load([{"messages": [{"role": "system", "content": "in French"},
+                                 {"role": "user", "content": "a?"},
+                                 {"role": "assistant", "content": "b"}]}])[0]
+    made = load([row | {"system": "in French"}])[0]
+    renamed = load([row | {"rules": "in French"}], columns={
+        **{name: name for name in row}, "system": "rules"})[0]
+    for name in ("input_ids", "trained", "hash"):
+        assert made[name][:] == renamed[name][:] == wanted[name][:]
+
+
 def test_what_lies_behind_the_last_answer_or_is_empty_loses_nothing(load):
     rows, report = load([
         {"messages": [ASK, ANSWER, asked(IMAGE)]},

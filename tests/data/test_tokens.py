@@ -620,7 +620,7 @@ def test_hub_name_without_a_network(tokenizer, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match=r"nobody/nothing:main: .*hub cannot be reached") as caught:
         tokens.load_rows("nobody/nothing:main", tokenizer, cache_dir=tmp_path)
     assert time.time() - start < 5 and "\n" not in str(caught.value) and timeouts == [3]
-    assert capsys.readouterr().out.count("the hub did not answer within 3 seconds") == 1
+    assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1
 
     # A data set that an earlier start downloaded still loads: made here in the hub cache's layout.
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
