@@ -45,3 +45,9 @@ def test_the_stored_command_gives_the_same_arguments_again():
     assert parse_args(again) == args
     assert parse_args(["demo"]).command == (
         "python -m paper demo --scale toy --seeds 1 --name demo")
+
+
+def test_listing_is_no_part_of_the_command_that_made_a_table():
+    """--add compares that command with the stored one."""
+    words = ["table1", "--only", "BDS", "--add"]
+    assert parse_args([*words, "--list"]).command == parse_args(words).command
