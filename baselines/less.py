@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import batches
 import models
+import train_offline
 import utils
 from data import sets
 from logprobs import sequence_logprobs
@@ -97,18 +98,14 @@ def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, l
         order, rates = chosen[batches.permutation(count, seed, epoch, stream=5)], []
         for k in range(steps):
             step, members = epoch * steps + k, batches.take(rows, order[k * batch:][:batch])
-            for start in range(0, len(members), micro_batch):
-                part = batches.pack(members[start:start + micro_batch], model.device)
-                logps, lengths = sequence_logprobs(model, part)
-                ((-logps / lengths).sum() / len(members)).backward()
-            norm = torch.nn.utils.clip_grad_norm_(theta, 1.0)
-            if not torch.isfinite(norm):
-                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
             falling = (total - step) / max(1, total - rising)
             rates.append(lr * min((step + 1) / (rising + 1), falling))
             optimizer.param_groups[0]["lr"] = rates[-1]
-            optimizer.step()
-            optimizer.zero_grad()
+            *_, norm = train_offline.descend(
+                model, theta, optimizer, [], members, theta[0].new_ones(len(members)), 1.0,
+                clip=1.0, micro_batch=micro_batch)
+            if not torch.isfinite(norm):
+                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
             progress.update()
         state = [optimizer.state[p] for p in theta]
         utils.write_atomic(file, save({
@@ -200,19 +197,13 @@ def less_scores(model, theta, lower, upper, groups, files, work, micro_batch):
     return scores.max(dim=1).values
 
 
-def model_fingerprint(model):
-    """Changes with the weights: some of every parameter."""
-    return utils.content_hash(*(
-        f"{name} {tuple(p.shape)} {p.flatten()[::max(1, p.numel() // 64)][:64].double().tolist()}"
-        for name, p in model.named_parameters()))
-
-
 def open_work(args, model, levels, groups):
     """The folder of what a killed run goes on from; `UserError` when it is another run's."""
     settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
                 "lora_alpha", "dtype", "four_bit")
     config = {"args": {name: getattr(args, name) for name in settings},
-              "data": {"model": model_fingerprint(model),
+              "data": {"model": folder.fingerprint(
+                           dict(model.named_buffers()) | model.state_dict()),
                        "lower rows": sets.rows_hash(levels.lower),
                        "upper rows": sets.rows_hash(levels.upper),
                        "upper groups": utils.content_hash(*groups)}}

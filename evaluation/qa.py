@@ -26,7 +26,7 @@ import utils
 from evaluation.losses import load_trained
 from evaluation.runs import check_output, each_line
 from evaluation.texts import show_table
-from utils import UserError
+from utils import UserError, first_line
 
 TASKS = Path(__file__).parent / "qa_tasks"
 
@@ -109,9 +109,9 @@ def evaluate(model, tokenizer, tasks, local=None, limit=None, batch_size=8):
                 bootstrap_iters=1, random_seed=None, numpy_random_seed=None,
                 torch_random_seed=None, fewshot_random_seed=None)
         except (ConnectionError, OSError, KeyError, ValueError) as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise UserError(f"--tasks {','.join(tasks)}: the harness cannot load or run them "
-                            f"({first}); without a network pass --local FOLDER") from None
+                            f"({first_line(error)}); without a network pass --local FOLDER"
+                            ) from None
         finally:
             model.train(training)
     figures = {}

@@ -18,7 +18,8 @@ SCALES = {
     "text, 5.9M": {"table1": ["planted_table1"], "table3": ["redorca_table3"], "pairs": [],
                    "ranking": ["planted_ranking"], "selectors": ["planted_selectors"],
                    "kept": ["planted_default_curated"]},
-    "text, 135M": {"table1": ["smollm2_table1"], "table3": ["smollm2_table3"],
+    "text, 135M": {"table1": ["smollm2_table1", "smollm2_dynamic_table1"],
+                   "table3": ["smollm2_table3"],
                    "pairs": ["smollm2_table3_dpo"], "ranking": ["smollm2_ranking"],
                    "selectors": ["smollm2_selectors"],
                    "kept": ["smollm2_curated"]}}
@@ -44,6 +45,8 @@ CLAIMS = (
     ("BDS beats DSIR", "table1", "BDS", "DSIR", UPPER),
     ("online beats BDS", "table1", ONLINE, "BDS", UPPER),
     ("... and leaving those rows out", "table1", ONLINE, "control: drop", UPPER),
+    ("a dynamic mask beats leaving its rows out", "table1", DYNAMIC, "control: dynamic, drop",
+     UPPER),
     ("masking 10 % beats 5 %", "table1", ONLINE, "online R=5% G=1", UPPER),
     ("five answers beat one", "table1", "online R=10% G=5", ONLINE, UPPER),
     *safety("safety", "table3"),

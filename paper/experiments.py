@@ -12,6 +12,7 @@ from evaluation.export import export
 from evaluation.rankings import rethreshold
 from evaluation.runs import read_result
 from paper.figures import panels_figure
+from paper.kept import report
 from paper.plans import (
     BDS,
     METHODS,
@@ -35,7 +36,6 @@ from paper.statistics import (
     results_of,
     seed_verdict,
     summary_rows,
-    with_base,
 )
 from ranking import ranking_metrics
 from toy import corpus
@@ -114,14 +114,20 @@ def color(row):
     return row["base_loss"] - row["final_loss"]
 
 
-def ranking_scores(file, score=operator.itemgetter("score")):
-    """Ranking metrics of a file's rows against their columns bad and, where they have one, kind."""
+def ranking_scores(file, score=operator.itemgetter("score"), shuffle=None):
+    """Ranking metrics of a file's rows against their columns bad and, where they have one, kind.
+
+    shuffle: a seed; against these labels in random order: AUROCs of one half, or there is a bug.
+    """
     import torch
 
-    rows = utils.read_jsonl(file)
+    rows = labels = utils.read_jsonl(file)
+    if shuffle is not None:
+        labels = [rows[i] for i in torch.randperm(
+            len(rows), generator=torch.Generator().manual_seed(shuffle)).tolist()]
     return ranking_metrics(torch.tensor([score(row) for row in rows], dtype=torch.float64),
-                           torch.tensor([row["bad"] for row in rows]),
-                           [row.get("kind") or "bad" for row in rows])
+                           torch.tensor([row["bad"] for row in labels]),
+                           [row.get("kind") or "bad" for row in labels])
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------
@@ -151,18 +157,12 @@ def curated_table(args):
     run_all(plan, args.workers)
     results = results_of(files)
     add_bad_shares(args, results, files, files_of[online])
-    columns = measured({"upper_heldout": "held-out upper", "upper_exact": "exact answers",
-                        "lower_heldout": "lower, clean", "rows": "rows", "bad_share": "bad rows"},
-                       results)
-    print("\na fresh base fine-tuned on each set, equal tokens")
-    print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
-    claims = claims_of([
+    report(args, results, {
+        "upper_heldout": "held-out upper", "upper_exact": "exact answers",
+        "lower_heldout": "lower, clean", "rows": "rows", "bad_share": "bad rows"}, [
         ("the top k are better than the raw set", "top k by BDS", "raw set", UPPER),
         ("the top k are better than a random k", "top k by BDS", "random k", UPPER),
-        ("rewrites add to the top k", "... with its rewrites", "top k by the online run", UPPER)],
-        results)
-    print_claims(claims, "loss")
-    store(args, results, columns, claims=claims)
+        ("rewrites add to the top k", "... with its rewrites", "top k by the online run", UPPER)])
 
 
 def curated_runs(args, seed, raw_run, random, bds, online):
@@ -351,20 +351,10 @@ def null_controls(args):
     results = results_of({name: files_of[run_of[name]] for name in CONTROLS})
     for name in ("BDS", "BDS corrected"):
         results[f"labels permuted: {name}"] = [
-            permuted_labels(file.parent, seed) for seed, file in enumerate(files_of[name])]
+            {f"weight/{key}": value for key, value in ranking_scores(
+                file.with_name("weights.jsonl"), lambda row: -row["rank"], seed).items()}
+            for seed, file in enumerate(files_of[name])]
     columns = {"upper_heldout": "held-out upper"} | {
         key: heading for key, heading in RANKS.items() if "length" not in key}
     print(table(["control", *columns.values()], summary_rows(results, columns)))
     store(args, results, columns)
-
-
-def permuted_labels(folder, seed):
-    """AUROCs of a run's own weights against its labels in random order: one half, or a bug."""
-    import torch
-
-    rows = utils.read_jsonl(folder / "weights.jsonl")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    metrics = ranking_metrics(torch.tensor([-float(row["rank"]) for row in rows]),
-                              torch.tensor([rows[i]["bad"] for i in order]),
-                              [rows[i]["kind"] for i in order])
-    return {f"weight/{key}": value for key, value in metrics.items()}

@@ -22,7 +22,6 @@ Only where --only names them:
 
 import math
 import shlex
-import time
 from pathlib import Path
 
 import torch
@@ -38,6 +37,7 @@ from paper.plans import OFF, budget_of, chosen, execute, setting, training_words
 from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
+from paper.small import token_rates
 from paper.statistics import (
     claims_of,
     measured,
@@ -86,19 +86,19 @@ def kept_table(args):
     for name, runs in results.items():
         for seed, run in enumerate(runs):
             run |= what_was_read(files[name][seed], name, seed, folder, files_of["tests"][seed])
-    report(args, results)
-
-
-def report(args, results):
-    """The table and the claims, printed and stored."""
-    columns = measured(MEASURES, results)
-    print("\na fresh base fine-tuned on each set, equal tokens")
-    print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
-    claims = claims_of([
+    report(args, results, MEASURES, [
         (f"{name} is better than {other}", name, other, UPPER)
         for name in ("joined", "bad last", "unflagged")
         for other in (ALL, "random", "length-matched", "tests", "loss",
-                      *(("joined", "loss, as many") if name == "unflagged" else ()))], results)
+                      *(("joined", "loss, as many") if name == "unflagged" else ()))])
+
+
+def report(args, results, measures, claims):
+    """The table of fresh models and the claims, printed and stored."""
+    columns = measured(measures, results)
+    print("\na fresh base fine-tuned on each set, equal tokens")
+    print(table(["trained on", *columns.values()], summary_rows(with_base(results), columns)))
+    claims = claims_of(claims, results)
     print_claims(claims, "loss")
     store(args, results, columns, claims=claims)
 
@@ -180,7 +180,8 @@ def print_runs(args, names):
     if set(OF_LABELS) & set(names) and "bad" not in run.levels.lower.column_names:
         raise UserError("kept: the lower rows have no column `bad`, so there are no labels to rank "
                         "by: name the other rankings with --only")
-    step, forward = measured_rates(run)
+    rates = measured_rates(run)
+    step, forward = rates["step"], rates["forward"]
     tokens = {name: int(sets.row_lengths(rows).sum())
               for name, rows in session.row_sets(run.levels).items()}
     held_out = sum(tokens[name] for name in tokens if name.endswith("heldout"))
@@ -195,21 +196,12 @@ def print_runs(args, names):
 
 
 def measured_rates(run):
-    """Tokens a second of (a LoRA step, a forward) on one thread; the first of two calls warms up.
-    """
-    threads = torch.get_num_threads()
+    """`token_rates` of the rows of one forward, on one thread."""
+    threads, args = torch.get_num_threads(), run.args
     torch.set_num_threads(1)
-    args, rates = run.args, []
     model = models.add_lora(models.load_model(args.model, run.device, args.dtype), args.lora_rank,
                             args.lora_alpha)
-    theta = [p for p in model.parameters() if p.requires_grad]
-    batch = batches.take(run.lower, range(min(args.micro_batch, run.num_rows)))
-    for call in (lambda: train_offline.descend(
-            model, theta, torch.optim.Adam(theta, lr=0.0), [], batch, torch.ones(len(batch)), 1.0,
-            clip=1.0, micro_batch=len(batch)), lambda: batches.row_losses(model, batch)):
-        call()
-        started = time.perf_counter()
-        call()
-        rates.append(batches.count_tokens(batch) / (time.perf_counter() - started))
+    rows = batches.take(run.lower, range(min(args.micro_batch, run.num_rows)))
+    rates = token_rates(model, batches.pack(batches.sequences(rows), run.device))
     torch.set_num_threads(threads)
     return rates

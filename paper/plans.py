@@ -231,9 +231,7 @@ def print_needs(args, training, methods):
     Memory and disk are the training scripts' own arithmetic at the published shapes and the longest
     rows that the settings admit; the hours are the paper's.
     """
-    from transformers import AutoConfig
-
-    from benchmarks.shapes import SHAPES
+    from benchmarks.shapes import shape_config
     from benchmarks.table2 import PUBLISHED_HOURS, PUBLISHED_ROWS
     from session import memory_and_disk
     from train_offline import parse_args as training_args
@@ -244,8 +242,7 @@ def print_needs(args, training, methods):
         print("# needs: not known without a preset; --dry-run of each command prints them")
         return
     settings.dtype = "bfloat16"  # what a GPU takes
-    kind, options = SHAPES[shape]
-    needs = memory_and_disk(settings, AutoConfig.for_model(kind, **options), settings.max_length,
+    needs = memory_and_disk(settings, shape_config(shape), settings.max_length,
                             settings.lower_limit)
     column, hours, unknown = list(PUBLISHED_ROWS).index(shape), 0.0, []
     for method in methods:

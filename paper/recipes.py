@@ -23,7 +23,7 @@ from tqdm import tqdm
 from data.sources import read_part
 from options import RECIPES as FOLDER
 from runtime import command
-from utils import UserError, make_parent, write_parts
+from utils import UserError, first_line, make_parent, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
 
@@ -190,10 +190,9 @@ def source_files(hub, pattern, folder):
             root = Path(huggingface_hub.snapshot_download(
                 hub, repo_type="dataset", allow_patterns=[pattern], etag_timeout=3))
         except Exception as error:  # the hub's own classes, the network's, the disk's
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{hub}: cannot be loaded from the hub ({reason}); check the network, "
-                            f"or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER") \
-                from None
+            raise UserError(f"{hub}: cannot be loaded from the hub ({first_line(error)}); check "
+                            f"the network, or copy {pattern} into FOLDER/{hub} and name it "
+                            "RECIPE:FOLDER") from None
     files = [Path(file) for file in sorted(glob.glob(str(root / pattern)))]
     if not files:
         raise UserError(f"{root / pattern}: no such file; this recipe reads {hub} in its hub "

@@ -74,7 +74,9 @@ CLAIMS = {
         ("R = 20 % is worse than 10 % (\"unstable\")", "online R=10% G=1", "online R=20% G=1",
          UPPER),
         ("G = 5 is better than G = 1", "online R=10% G=5", "online R=10% G=1", UPPER),
-        ("(control) online is better than dropping", "online R=10% G=1", "control: drop", UPPER)],
+        ("(control) online is better than dropping", "online R=10% G=1", "control: drop", UPPER),
+        ("(control) dynamic is better than dropping", "online dynamic", "control: dynamic, drop",
+         UPPER)],
     "table3": [
         ("BDS is better than mixing at rho = 0.5", "BDS", "mixing rho=0.5", UPPER),
         ("(control) BDS is better than mixing with its rho", "BDS", "mixing, rho schedule", UPPER),

@@ -22,11 +22,12 @@ import models
 import ranking
 import session
 import train_online
+from benchmarks.floor import model_variants
+from benchmarks.measure import time_variants
 from data.sources import find_parts
 from evaluation.report import write_report
 from evaluation.runs import Run
 from generate import generate
-from logprobs import sequence_logprobs
 from utils import UserError, first_line
 
 # ruff: isort: split
@@ -150,44 +151,30 @@ def work_of(run):
         "answer": sum(math.ceil(count / 64) for count in answers) * args.max_new_tokens}
 
 
-def measure_rates(model, run):
-    """Tokens/s of {"forward", "step"} over packed lower rows, and of {"answer"} one after another.
+def token_rates(model, batch):
+    """Tokens/s of {"forward", "step"} of a packed batch: the faster of two calls behind a first."""
+    seconds = time_variants(model_variants(model, batch), 2, model.device, "rates")
+    return {name: batch["input_ids"].numel() / min(own) for name, own in seconds.items()}
 
-    The faster of two calls counts. Answers are timed by the decoding steps of a longer call that a
-    shorter one does not have, so prompts do not count, nor does it matter how many answers end.
+
+def measure_rates(model, run):
+    """`token_rates` over packed lower rows, and tokens/s of {"answer"} one after another.
+
+    Answers are timed by the decoding steps of a longer call that a shorter one does not have, so
+    prompts do not count, nor does it matter how many answers end.
     """
     rows = batches.take(run.lower, list(range(min(TIMED_ANSWERS, run.num_rows))))
-    batch = batches.pack(batches.sequences(rows[:TIMED_ROWS]), run.device)
-    theta = [p for p in model.parameters() if p.requires_grad]
+    rates = token_rates(model, batches.pack(batches.sequences(rows[:TIMED_ROWS]), run.device))
     prompts = [batches.prompt_of(row) for row in rows]
-    optimizer = torch.optim.Adam(theta, lr=0.0)
-
-    def forward():
-        with torch.no_grad():
-            sequence_logprobs(model, batch)
-        return batch["input_ids"].numel()
-
-    def step():
-        logps, lengths = sequence_logprobs(model, batch)
-        (-logps / lengths).mean().backward()
-        models.update(theta, optimizer, 1.0)
-        return batch["input_ids"].numel()
 
     def answer(new_tokens):
+        started = time.perf_counter()
         written = generate(model, prompts, [str(i) for i in range(len(prompts))],
                            max_new_tokens=new_tokens, temperature=0.8,
                            end_ids={run.tokenizer.eos_token_id})
-        return max(len(tokens) for tokens, _ in written)
+        return max(len(tokens) for tokens, _ in written), time.perf_counter() - started
 
-    def timed(call):
-        started = time.perf_counter()
-        return call(), time.perf_counter() - started
-
-    rates = {}
-    for name, call in (("forward", forward), ("step", step)):
-        call()  # warms up
-        rates[name] = max(tokens / seconds for tokens, seconds in (timed(call), timed(call)))
-    few, many = timed(lambda: answer(4)), timed(lambda: answer(20))
+    few, many = answer(4), answer(20)
     if many[0] <= few[0] or many[1] <= few[1]:  # they all end at once: the prompts then count, too
         few = 0, 0.0
     rates["answer"] = (many[0] - few[0]) / (many[1] - few[1])

@@ -33,6 +33,13 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder, in which the test works."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 # --- models ---------------------------------------------------------------------------------------
 
 def make_tokenizer(chat=None, eos=True):

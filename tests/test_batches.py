@@ -21,6 +21,7 @@ def test_an_epoch_reads_every_row_once(num_rows, batch):
         assert [len(part) for part in parts[:-1]] == [batch] * (len(parts) - 1)
         assert len(parts[-1]) == num_rows - batch * (len(parts) - 1) > 0
         assert sorted(torch.cat(parts).tolist()) == list(range(num_rows))
+        assert torch.cat(parts).equal(batches.permutation(num_rows, 7, epoch, stream=0))
 
 
 def test_epochs_seeds_and_levels_have_orders_of_their_own():
@@ -69,8 +70,8 @@ def level(prefix, counts):
     return [[f"{prefix}{row}.{s}" for s in range(count)] for row, count in enumerate(counts)]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8])
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 8, 30])
 def test_every_sequence_of_a_step_is_read_once(monkeypatch, processes, micro_batch):
     """By one process, in one forward, behind the places of its rows; upper before lower."""
     monkeypatch.setattr(batches, "world_size", lambda: processes)
@@ -101,16 +102,6 @@ def test_a_step_without_any_sequence_has_no_forward():
 
 # --- packing --------------------------------------------------------------------------------------
 
-def test_pack_says_where_rows_start_and_which_token_comes_next():
-    rows = [{"input_ids": [5, 6, 7], "trained": [0, 1, 1]},
-            {"input_ids": [8, 9], "trained": [0, 1]}]
-    packed = batches.pack(rows)
-    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
-    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    assert packed["cu_seqlens"].tolist() == [0, 3, 5]
-    assert packed["targets"].tolist() == [6, 7, 0, 9, 0]
-    assert packed["response_mask"].tolist() == [True, True, False, True, False]
-
 
 def test_groups_hold_every_row_in_order(monkeypatch):
     monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 10)
@@ -119,3 +110,4 @@ def test_groups_hold_every_row_in_order(monkeypatch):
     assert [row["input_ids"][0] for group in groups for row in group] == list(range(8))
     lengths = [[len(row["input_ids"]) for row in group] for group in groups]
     assert lengths == [[4, 6], [1], [12], [3, 3, 4], [1]]
+    assert not list(batches.token_groups(rows, []))

@@ -1,6 +1,5 @@
 """Losses against plain forwards and real generation, rankings against counting pairs."""
 
-import itertools
 
 import datasets
 import pytest
@@ -111,18 +110,6 @@ def test_eq_row_losses_are_those_of_plain_forwards(monkeypatch, rows, models, to
                                rtol=1e-11, atol=1e-11)
     assert lengths.tolist() == [length for _, length in expected]
     assert not losses.requires_grad
-
-
-def test_token_groups_hold_every_row_once(monkeypatch, rows):
-    monkeypatch.setattr(batches, "TOKENS_AT_ONCE", 70)
-    tokens = batches.tokens_only(rows[0])
-    groups = [batches.pack(group) for group in batches.token_groups(tokens, range(25))]
-    assert len(groups) > 5
-    ids = [group["input_ids"][0].tolist() for group in groups]
-    assert list(itertools.chain(*ids)) == list(itertools.chain(*rows[0]["input_ids"]))
-    for group in groups:
-        assert len(group["input_ids"][0]) <= 70 or len(group["cu_seqlens"]) == 2
-    assert list(batches.token_groups(tokens, [])) == []
 
 
 def test_eq_greedy_rows_are_those_that_generation_writes(rows, models):

@@ -366,19 +366,6 @@ def test_last_partial_batch_is_used_and_upper_rows_cycle(train, files, taken):
     assert [round(step["rho"], 12) for step in run.metrics[::3]] == [0.1, 0.2, 0.3]
 
 
-@pytest.mark.parametrize(("num_rows", "batch"), [(1, 5), (5, 5), (7, 3), (3, 8), (12, 5)])
-def test_cycle_is_one_endless_sequence(num_rows, batch):
-    """However it is cut into steps: one permutation after another, a function of the place."""
-    whole = batches.cycle(num_rows, 0, 20 * num_rows, 4).tolist()
-    for c in range(20):
-        assert sorted(whole[c * num_rows:][:num_rows]) == list(range(num_rows))
-    steps = [batches.cycle(num_rows, k * batch, batch, 4).tolist()
-             for k in range(20 * num_rows // batch)]
-    assert list(chain(*steps)) == whole[:len(steps) * batch]
-    if num_rows > 3:
-        assert batches.cycle(num_rows, 0, 20 * num_rows, 5).tolist() != whole
-
-
 def test_seed_decides_everything(train, files):
     paths = files(lower=11, upper=7)
     runs = [train(paths, out=f"run{n}", batch=4, epochs=2, lr=1e-2, seed=seed)

@@ -432,22 +432,6 @@ def test_first_refresh_trains_on_the_originals_until_then(online, files, refused
 
 # --- what is generated ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("num_rows", "batch", "k_gen", "step", "total"), [
-    (20, 4, 2, 0, 15), (20, 4, 2, 4, 15), (19, 4, 7, 3, 15), (19, 4, 3, 13, 15), (5, 8, 4, 1, 3),
-    (20, 4, 99, 0, 15)])
-def test_coming_rows_by_walking_the_steps(num_rows, batch, k_gen, step, total):
-    """Choice 11: the rows that the next K_gen steps read, across the epoch's border and no
-    further than the run."""
-    per_epoch, expected, s = math.ceil(num_rows / batch), set(), 0
-    for epoch in range(50):
-        order = batches.permutation(num_rows, 3, epoch, stream=0).tolist()
-        for k in range(per_epoch):
-            if step <= s < min(step + k_gen, total):
-                expected |= set(order[k * batch:(k + 1) * batch])
-            s += 1
-    assert batches.coming_rows(num_rows, batch, 3, step, min(step + k_gen, total)) == sorted(
-        expected)
-
 
 @pytest.mark.parametrize("mask", ["static", "dynamic"])
 def test_window_and_all_train_the_same(online, files, adapters, spied, monkeypatch, mask):

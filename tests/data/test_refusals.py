@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tokenizers
-from conftest import CHATML, make_rows, make_tokenizer, write_rows
+from conftest import CHATML, make_tokenizer, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import layouts, sets, sources, tokens
@@ -158,20 +158,6 @@ def test_columns_named_twice(refused, columns, name):
         pairs = dict(pair.split("=") for pair in columns.replace(" ", "").split(","))
         with pytest.raises(UserError, match=f"'{name}' stands there twice"):
             layouts.parse_columns(pairs)
-
-
-def test_a_split_of_a_file(tmp_path):
-    path = write_rows(tmp_path / "x.jsonl", make_rows(2, 1))
-    with pytest.raises(UserError, match="a file has no splits"):
-        sources.find_parts(f"{path}@test")
-
-
-def test_a_good_file_beside_all_this(tmp_path):
-    path = write_rows(tmp_path / "x.jsonl", make_rows(20, 1))
-    rows, _ = tokens.load_rows(path, make_tokenizer(), cache_dir=tmp_path / "cache")
-    lines = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
-    assert [(row["prompt"], row["response"]) for row in rows] == [
-        (line["prompt"], line["response"]) for line in lines]
 
 
 def test_both_sides_of_a_pair_count(tmp_path):

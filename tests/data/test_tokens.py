@@ -16,7 +16,7 @@ from conftest import ROOT
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import batches
-from data import sets, sources, tokens
+from data import sets, tokens
 from runtime.hub import hub_answers
 from utils import UserError, content_hash
 
@@ -514,18 +514,6 @@ def test_an_empty_name_is_not_the_current_folder(tokenizer, tmp_path, monkeypatc
     assert len(tokens.load_rows(".", tokenizer, cache_dir=tmp_path / "cache")[0]) == 1
 
 
-def test_missing_and_unreadable_files(load, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"no\.jsonl: no such file"):
-        load("no.jsonl")
-    (tmp_path / "x.jsonl").write_text(GOOD)
-
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(UserError, match=r"x\.jsonl: Permission denied"):
-        list(sources.read_part(tmp_path / "x.jsonl", "x"))
-
-
 def test_surrogate_halves_do_not_crash(load):
     assert load([{"prompt": "a \ud800", "response": "b"}])[0][0]["prompt"] == "a ?"
 
@@ -671,18 +659,6 @@ def test_damaged_cache_is_made_again(load, tmp_path):
     (arrow.parent / "report.json").write_text(json.dumps(report | {"rows_kept": 2}))
     assert load("source.jsonl")[1]["rows_kept"] == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [report["fingerprint"]]
-
-
-def test_two_processes_at_once(load, monkeypatch):
-    build = tokens._build
-
-    def slow(*args, **options):  # while this one works, another finishes the same rows
-        report = build(*args, **options)
-        monkeypatch.setattr(tokens, "_build", build)
-        load("source.jsonl")
-        return report
-    monkeypatch.setattr(tokens, "_build", slow)
-    assert len(load(pairs(("a", "b")))[0]) == 1
 
 
 # ------------------------------------------------------------------------------ row sets

@@ -2,15 +2,7 @@
 
 import shlex
 
-import pytest
-
 from paper.__main__ import main, parse_args
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_bad_input(here, refused):

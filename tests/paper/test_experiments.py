@@ -15,12 +15,6 @@ from paper.running import slug
 from toy import corpus
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_flags_are_dropped_by_word():
     words = shlex.split(SPACES + " --lower-heldout h.jsonl --keep --lower")
     assert results.without_flags(

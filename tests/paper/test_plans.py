@@ -15,13 +15,6 @@ from paper.__main__ import main
 from paper.running import slug
 from toy import corpus
 
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 TARGETS = [(target, scale) for target in ("table1", "table3", "table3-dpo")
            for scale in ("toy", "paper")] + [
     ("table1", "small"), ("demo", "toy"), ("ranking", "toy"), ("selectors", "toy"),
@@ -50,16 +43,6 @@ def test_every_planned_command_parses(target, scale, here, capsys):
     assert written == read
     assert bool(written) == (scale == "toy" and target in ("table3", "table3-dpo", "ablations",
                                                            "controls"))
-
-
-def test_flags_that_the_scripts_no_longer_have_are_not_passed(here, capsys):
-    gone = {"--toy-noise", "--toy-contrary", "--toy-upper", "--sticky-mask", "--generate",
-            "--max-prompt", "--no-omega-gamma", "--micro-tokens", "--optimizer", "--rank-by",
-            "--heldout-rows", "--lower-split", "--upper-split", "none", "token-mean"}
-    for target, scale in TARGETS:
-        main([target, "--scale", scale, "--list", "--seeds", "1"])
-    assert not gone & set(shlex.split(capsys.readouterr().out.replace("#", "")
-                                      .replace("paper's", "")))
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):

@@ -14,12 +14,6 @@ from toy import corpus
 TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_orders_are_of_the_upper_loss_and_of_the_published_figures():
     results = {"BDS": [{"upper_heldout": 3.0}], "DSIR": [{"upper_heldout": 1.0}],
                "LESS": [{"upper_heldout": 2.0}], "not published": [{"upper_heldout": 0.0}]}

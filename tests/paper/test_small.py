@@ -14,14 +14,9 @@ import curate
 import logprobs
 import models
 import train_online
+from benchmarks import floor
 from paper import small
 from paper.__main__ import main
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_without_rows_it_says_what_to_pass(here, refused):
@@ -121,7 +116,7 @@ def test_rates_are_of_decoding_steps(ends_at_once, folders, monkeypatch):
         return torch.zeros(3, requires_grad=True), torch.ones(3)
 
     monkeypatch.setattr(small, "generate", written)
-    monkeypatch.setattr(small, "sequence_logprobs", packed)
+    monkeypatch.setattr(floor, "sequence_logprobs", packed)
     monkeypatch.setattr(small.time, "perf_counter", lambda: clock[0])
     rows = datasets.Dataset.from_list([{"input_ids": [3, 4, 5], "trained": [0, 1, 1]}] * 30)
     run = types.SimpleNamespace(lower=rows, num_rows=30, device="cpu", tokenizer=tokenizer)

@@ -435,28 +435,6 @@ def test_micro_batches_are_slices_of_rows(num_upper, num_lower, size):
         (list(range(num_upper))[s:s + size], list(range(num_lower))[s:s + size]) for s in starts]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [1, 4, 30])
-def test_every_row_once(as_process, count, size):
-    """Over all processes, ragged lengths and questions without answers; no forward takes more rows
-    of a level than it may, and none has nothing to do."""
-    generator = torch.Generator().manual_seed(0)
-    upper = torch.randint(1, 20, (13,), generator=generator).tolist()
-    lower = torch.randint(0, 20, (9,), generator=generator).tolist()
-    seen = []
-    for rank in range(count):
-        as_process(rank, count)
-        for up, low, rows in cut(upper, lower, size):
-            sizes = [upper[i] for i in up] + [n for n in (lower[i] for i in low) if n]
-            assert [len(row["input_ids"]) for row in rows] == sizes
-            assert len(up) <= size and len(low) <= size and rows
-            seen += [("upper", i) for i in up] + [("lower", i) for i in low]
-            assert {i % count for i in up + low} <= {rank}
-    with_rows = [i for i, length in enumerate(lower) if length]
-    assert sorted(row for row in seen if row[0] == "upper" or lower[row[1]]) == sorted(
-        [("lower", i) for i in with_rows] + [("upper", i) for i in range(13)])
-
-
 def test_processes_of_a_sharded_base_run_equally_many_forwards(as_process, monkeypatch):
     """The third of three has one row less than the others: it runs a forward that counts for
     nothing, as does one whose questions have no answers."""
