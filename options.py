@@ -116,8 +116,12 @@ def parse(parser, argv, presets=PRESETS):
     args.toy = toy
     check_values(args)
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
+    refine = getattr(args, "refine", None)
     unread = (OF_BDS if args.method in ("mix", "sft") else ()) + (
-        ("lora_rank", "lora_alpha") if args.adapter else ())
+        ("lora_rank", "lora_alpha") if args.adapter else ()) + (
+        () if args.upper_loss == "dpo" else ("dpo_beta",)) + (
+        ("ratio", "max_log_ratio") if refine not in (None, "generate") else ()) + (
+        ("num_answers", "temperature") if refine in ("drop", "original") else ())
     flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")

@@ -12,6 +12,7 @@ import detect
 from batches import answer_row, own_groups, pack, row_losses, take, tokens_only
 from data.tokens import empty_prompt, special_tokens
 from logprobs import token_logps
+from models import context_length
 from runtime.processes import all_sum, rank
 from selector import mean_ranks
 from utils import UserError, each_jsonl, table, write_jsonl
@@ -98,14 +99,14 @@ def kept_by(rows, file, others="do not train"):
     for number, entry in enumerate(each_jsonl(file), 1):
         for key in ("row_id", "hash", "rank", "kept"):
             if key not in entry:
-                raise UserError(f"{file} line {number}: no {key!r}; a ranking has row_id, hash, "
-                                "rank and kept in every line")
+                raise UserError(f"{file} row {number}: no {key!r}; a ranking has row_id, hash, "
+                                "rank and kept in every row")
         if not isinstance(entry["row_id"], int) or not isinstance(entry["kept"], bool):
-            raise UserError(f"{file} line {number}: row_id must be a whole number, and kept true "
+            raise UserError(f"{file} row {number}: row_id must be a whole number, and kept true "
                             "or false")
         known = listed.setdefault(entry["row_id"], (entry["hash"], entry["kept"]))
         if known[1] != entry["kept"]:
-            raise UserError(f"{file} line {number}: row_id {entry['row_id']} is kept in one line "
+            raise UserError(f"{file} row {number}: row_id {entry['row_id']} is kept in one line "
                             "and not in another; leave one of them")
     kept = []
     for row_id, own in zip(rows["row_id"][:], rows["hash"][:], strict=True):
@@ -176,7 +177,8 @@ def label_metrics(lower, scores):
     if "bad" not in lower.column_names:
         return {}
     bad = torch.tensor(lower["bad"][:], dtype=torch.bool)
-    kinds = lower["kind"][:] if "kind" in lower.column_names else ["bad"] * len(lower)
+    kinds = ([kind or "bad" for kind in lower["kind"][:]] if "kind" in lower.column_names
+             else ["bad"] * len(lower))
     return {f"{name}/{key}": value for name, values in scores.items()
             for key, value in ranking_metrics(values, bad, kinds).items()}
 
@@ -255,13 +257,14 @@ def row_evidence(model, rows, ends, blank, label=None):
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 
-def made_faults(losses_of, rows, ends, found, seed=0):
+def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
 
     Of FAULTS rows, at the price of their forward: losses_of(rows) is `row_losses` of a model. end:
     cut at random between a quarter and three quarters, the row's own end tokens appended.
-    relevance: with the answer of another of these rows; what that answer has behind the blank
-    prompt is known from `found`, the numbers of all rows. All processes do the same.
+    relevance: with the answer of another of these rows, where both have at most `room` tokens; what
+    that answer has behind the blank prompt is known from `found`, the numbers of all rows. All
+    processes do the same.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
@@ -275,11 +278,12 @@ def made_faults(losses_of, rows, ends, found, seed=0):
             parts.append((prompt, answer))
             blanks.append(found["relevance"][place] - found["fluency"][place] * len(answer))
     made = {"relevance": torch.zeros(0, dtype=torch.float64)}
-    if len(parts) > 1:
-        losses, lengths = losses_of([answer_row(prompt, parts[n - 1][1])
-                                     for n, (prompt, _) in enumerate(parts)])
+    pairs = [(prompt, parts[n - 1][1], blanks[n - 1]) for n, (prompt, _) in enumerate(parts)
+             if len(parts) > 1 and len(prompt) + len(parts[n - 1][1]) <= room]
+    if pairs:
+        losses, lengths = losses_of([answer_row(prompt, answer) for prompt, answer, _ in pairs])
         made["relevance"] = detect.scaled("relevance", {
-            "relevance": torch.stack(blanks[-1:] + blanks[:-1]) + losses.double() * lengths,
+            "relevance": torch.stack([blank for *_, blank in pairs]) + losses.double() * lengths,
             "length": lengths.double()})
     if cut:
         losses, lengths = losses_of(cut)
@@ -302,7 +306,7 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
     """
     found = evidence(model, lower, ends, blank_prompt(lower), label="row tests")
     losses, trusted = functools.partial(row_losses, model), None
-    made = made_faults(losses, lower, ends, found, seed)
+    made = made_faults(losses, lower, ends, found, seed, context_length(model.config))
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),

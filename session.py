@@ -187,7 +187,10 @@ def start(run, selects=True):
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
     run.selector = Selector(run.num_rows, args.omega_lr, args.omega_optimizer, args.center,
                             dtype=dtype, device=run.device)
-    run.out = folder.open_run(args.out, config_of(run), args.resume, FREE_TO_CHANGE)
+    run.out = folder.open_run(args.out, {
+        "args": vars(args), "environment": folder.environment(run.device, model.dtype),
+        "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
+        "model": run.weights}, args.resume, FREE_TO_CHANGE)
     run.saved = folder.load_checkpoint(run.out, model)
     run.step = 0
     if run.saved is not None:
@@ -207,14 +210,6 @@ def start(run, selects=True):
     run.before = base_metrics(run)
     run.metrics_file = metrics.open_metrics(run.out, run.step)
     run.progress = tqdm(total=run.total_steps, initial=run.step, desc=args.method, unit="step")
-
-
-def config_of(run):
-    """What decides a run: arguments, versions and machine, the content of rows and weights."""
-    return {"args": vars(run.args),
-            "environment": folder.environment(run.device, run.model.dtype),
-            "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
-            "model": run.weights}
 
 
 def before_training(run, file):

@@ -83,10 +83,10 @@ def each_jsonl(path):
     """`read_jsonl` a row at a time."""
     number = 0
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007, the message below uses it
+        with open(path, "rb") as file:  # decoded line by line, so that the message names the line
+            for number, line in enumerate(file, 1):
                 if line.strip():
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                     if not isinstance(row, dict):
                         raise ValueError("not an object")
                     yield row

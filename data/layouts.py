@@ -55,15 +55,16 @@ def parse_columns(columns):
     return columns
 
 
-def find_layout(columns, place):
-    """The name of the layout that these columns are."""
+def find_layout(columns, place, given=None):
+    """The name of the layout that these columns are; given: the source's own, for the message."""
     for layout, needed in LAYOUTS.items():
         if all(column in columns for column in needed):
             return layout
     known = "; ".join(f"{layout} ({', '.join(needed)})" for layout, needed in LAYOUTS.items())
-    raise UserError(f"{place}: unknown layout with the columns {', '.join(map(str, columns))}. "
-                    f"Known: {known}. Name the columns with --lower-columns or --upper-columns, "
-                    "for example --lower-columns prompt=question,response=answer")
+    raise UserError(f"{place}: unknown layout with the columns "
+                    f"{', '.join(map(str, given or columns))}. Known: {known}. Name every column "
+                    "that is needed with --lower-columns or --upper-columns, for example "
+                    "--lower-columns prompt=question,response=answer")
 
 
 def row_messages(row, layout, side, place):
@@ -106,7 +107,7 @@ def _turns(row, layout, side, place):
     if isinstance(prompt, list):
         return _messages(prompt, f'{place}: "prompt"') + reply
     prompt = text("prompt")
-    if re.match(r"\s*Human:", prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
+    if reply and re.match(r"\s*Human:", prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
         reply[0]["content"] = reply[0]["content"].strip()
         return _dialogue(prompt, f'{place}: "prompt"')[:-1] + reply
     return [{"role": "user", "content": prompt}, *reply]
@@ -154,7 +155,7 @@ def _messages(value, place):
 
 def _dialogue(text, place):
     """An hh-rlhf transcript, `\\n\\nHuman: ...\\n\\nAssistant: ...`, -> messages."""
-    before, *turns = re.split(r"(?:\A|\n\n)(Human|Assistant):", text)
+    before, *turns = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
     if before.strip() or not turns:
         raise UserError(f'{place} is not a dialogue that starts with "\\n\\nHuman: "')
     return [{"role": ROLES[{"Human": "user"}.get(who, "assistant")], "content": words.strip()}

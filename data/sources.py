@@ -98,19 +98,25 @@ def _load_hub(source, split):
 
 def read_part(part, source):
     """Yield (place, row) for each row of a part; the place is for messages."""
-    number = -1
+    name, number = part if isinstance(part, Path) else source, 0
     try:
-        if isinstance(part, Path):
-            yield from {".parquet": _read_parquet, ".csv": _read_csv}.get(
-                part.suffix, _read_json)(part)
+        if isinstance(part, Path) and part.suffix != ".parquet":
+            yield from (_read_csv if part.suffix == ".csv" else _read_json)(part)
             return
-        for number, row in enumerate(part):
-            yield f"{source} row {number}", row
+        for batch in (_parquet_batches(part) if isinstance(part, Path)
+                      else part.with_format("arrow").iter(BATCH)):  # sounds and images stay bytes
+            for row in batch.to_pylist():
+                yield f"{name} row {number}", row
+                number += 1
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"{part}: {reason}") from None
+        raise UserError(f"{name}: {reason}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{source} row {number + 1}: not valid UTF-8 ({error})") from None
+        raise UserError(f"{name}: among the {BATCH} rows from row {number}: not valid UTF-8 "
+                        f"({error})") from None
+    except (OverflowError, ValueError) as error:  # such as a date after the year 9999
+        raise UserError(f"{name}: among the {BATCH} rows from row {number}: a value that cannot be "
+                        f"read ({first_line(error)}); leave its column out") from None
 
 
 def _one_value_a_key(pairs):
@@ -181,19 +187,13 @@ def _read_csv(path):
             raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from None
 
 
-def _read_parquet(path):
+def _parquet_batches(path):
     import pyarrow
     import pyarrow.parquet
 
     try:
-        number, file = 0, pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path)
         _check_header(path, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=BATCH):
-            for row in batch.to_pylist():
-                yield f"{path} row {number}", row
-                number += 1
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: among the {BATCH} rows from row {number}: not valid UTF-8 "
-                        f"({error})") from None
+        yield from file.iter_batches(batch_size=BATCH)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not a valid parquet file ({first_line(error)})") from None

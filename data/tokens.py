@@ -206,7 +206,7 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
                         'ever end; set "eos_token" in its tokenizer_config.json')
     columns, parts = layouts.parse_columns(columns), find_parts(source)
     chat = getattr(tokenizer, "chat_template", None) if template is None else None
-    template = None if chat else split_template(template or TEMPLATE)
+    template = None if chat else split_template(TEMPLATE if template is None else template)
     stamp = _source_stamp(parts)
     fingerprint = content_hash(json.dumps([
         FORMAT, stamp,
@@ -301,7 +301,7 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
         given, row = row, renamed(row, columns, place) if columns else row
-        report["layout"] = report["layout"] or layouts.find_layout(row, place)
+        report["layout"] = report["layout"] or layouts.find_layout(row, place, given)
         source = layouts.row_messages(row, report["layout"], side, place)
         messages = layouts.clean_messages(source, end_markers)
         if reason := layouts.why_unusable(messages, given):

@@ -183,6 +183,11 @@ def run_audit(args):
     """Draw, ask, print; with --page alone only the page is written."""
     if args.count < 1:
         raise UserError(f"--count {args.count}: must be 1 or more")
+    if args.page and args.out and not args.verdicts:
+        raise UserError("--out: with --page alone nothing is asked; leave it out or give "
+                        "--verdicts")
+    if args.lower_columns and not args.rows:
+        raise UserError("--lower-columns: names the columns of --rows; give both")
     args.ranking = ranking_of(args.ranking)
     rows, num_flagged, num_rows = drawn_rows(args.ranking, args.count, args.seed)
     texts = {key: tuple(whole_texts({"p": p, "r": r}).values())

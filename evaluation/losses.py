@@ -171,6 +171,8 @@ def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
     losses.json in the run folder (keys of result.json, the base's under "base/"), and one
     line a row to `out`: set, row_id, hash, base_loss, loss, length.
     """
+    if columns and not rows:
+        raise UserError("--lower-columns: names the columns of --rows; give both")
     if out:
         check_output(out, folder, *([rows] if rows else []))
     model, tokenizer, run = load_trained(folder, device)

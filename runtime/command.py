@@ -1,7 +1,9 @@
 """The end of a command: bad input and a failing disk become one line and an exit code."""
 
 import errno
+import itertools
 import os
+import re
 import shlex
 import signal
 import sys
@@ -40,6 +42,10 @@ def run(main, resumes=False):
     if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler of their own
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        for flag, word in itertools.pairwise(sys.argv):
+            if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
+                raise UserError(f"{word.strip() or flag}: its value is empty, as a shell variable "
+                                "that is not set leaves it; give one or leave the flag out")
         main()
         sys.stdout.flush()
     except (KeyboardInterrupt, Terminated) as error:

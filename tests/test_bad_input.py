@@ -143,13 +143,16 @@ def test_rankings_that_do_not_belong(bad, tmp_path):
     write_rows(keep, [entry | {"kept": False}])
     bad("the ranking belongs to other data", keep=keep)
     write_rows(keep, [entry, {"row_id": 1}])
-    bad(r"ranking\.jsonl line 2: no 'hash'", keep=keep)
+    bad(r"ranking\.jsonl row 2: no 'hash'", keep=keep)
     write_rows(keep, [entry | {"kept": "false"}])
-    bad(r"ranking\.jsonl line 1: row_id must be a whole number, and kept true or false", keep=keep)
+    bad(r"ranking\.jsonl row 1: row_id must be a whole number, and kept true or false", keep=keep)
     keep.write_text('{"row_id": 1,\n')
     bad(r"ranking\.jsonl line 1: not valid JSON", keep=keep)
     keep.write_text("3\n")
     bad(r"ranking\.jsonl line 1: not valid JSON \(not an object\)", keep=keep)
+    keep.write_bytes(b'{"row_id": 0}\n' * 40 + b'{"\xff": 1}\n')
+    with pytest.raises(utils.UserError, match=r"ranking\.jsonl line 41: not valid JSON \('utf-8'"):
+        utils.read_jsonl(keep)
     keep.write_text("\ufeff" + json.dumps(entry | {"row_id": 99}))  # a byte-order mark is no error
     bad("keeps none of the 12 lower rows", keep=keep)
     keep.write_text("")

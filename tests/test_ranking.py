@@ -10,7 +10,7 @@ import batches
 import logprobs
 from batches import mean_losses, row_losses
 from data import tokens
-from ranking import auroc, kept_by, print_label_table, ranking_metrics
+from ranking import auroc, kept_by, label_metrics, print_label_table, ranking_metrics
 from utils import UserError, table
 
 # --- rankings -------------------------------------------------------------------------------------
@@ -55,6 +55,14 @@ def test_ranking_metrics_by_hand():
         "auroc/cut": 1.0, "recall/cut": 1.0,
         "auroc/other": pytest.approx(2 / 3), "recall/other": 0.0}
     assert "auroc/clean" not in metrics
+
+
+def test_a_bad_row_without_a_kind_is_called_bad():
+    """As where no row has one; tokenised rows have "" there."""
+    lower = datasets.Dataset.from_dict({"bad": [False, True, True], "kind": ["", "", "cut"]})
+    found = label_metrics(lower, {"weight": torch.tensor([0.3, 0.2, 0.1])})
+    assert {key for key in found if key.count("/") > 1} == {
+        f"weight/{name}/{kind}" for name in ("auroc", "recall") for kind in ("bad", "cut")}
 
 
 def test_ranking_metrics_without_bad_rows_or_without_good_ones():
@@ -168,7 +176,7 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):
         if fine:
             assert kept_by(rows, file) == [None, True, None]
             continue
-        with pytest.raises(UserError, match="line 2: row_id 1 is kept in one line and not in"):
+        with pytest.raises(UserError, match="row 2: row_id 1 is kept in one line and not in"):
             kept_by(rows, file)
 
 

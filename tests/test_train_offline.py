@@ -36,6 +36,7 @@ import options
 import ranking
 import session
 import train_offline
+import train_online
 import utils
 from data import sets, tokens
 from selector import penalty
@@ -750,9 +751,19 @@ def test_every_flag_is_read_somewhere(parser):
      "not read by this run: --correction\n"),
     (["--adapter", "runs/first/adapter", "--lora-ra", "8"], "not read by this run: --lora-rank\n"),
     (["--preset", "toy", "--method", "sft"], ""),   # a preset's values are nobody's words
+    (["--dpo-beta", "0.2"], "not read by this run: --dpo-beta\n"),
     (["--omega-lr", "3", "--lora-rank", "8"], "")])
 def test_flags_that_a_run_does_not_read_are_named(capsys, words, line):
     train_offline.parse_args(words)
+    assert capsys.readouterr().out == line
+
+
+@pytest.mark.parametrize("refine, line", [
+    ("generate", ""), ("accept", "not read by this run: --ratio\n"),
+    ("drop", "not read by this run: --ratio, --num-answers, --temperature\n")])
+def test_flags_of_answers_that_no_run_writes_are_named(capsys, refine, line):
+    train_online.parse_args(["--refine", refine, "--num-answers", "2", "--temperature", "0.7",
+                             "--ratio", "lambda"])
     assert capsys.readouterr().out == line
 
 

@@ -101,6 +101,16 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
         assert float(made["relevance"][n]) == pytest.approx(
             float(detect.scaled("relevance", one)[0]), abs=1e-4)
 
+    # Where the model reads no longer rows, only those that fit are exchanged.
+    sizes = [row["trained"].index(1) + sum(rows[n - 1]["trained"]) - 1
+             for n, row in enumerate(rows)]  # their end is left out
+    room = sorted(sizes)[5]
+    fitting = ranking.made_faults(partial(row_losses, model), lower, ends, found, room=room)
+    assert len(fitting["end"]) == 12 and torch.allclose(fitting["relevance"], torch.stack(
+        [value for value, size in zip(made["relevance"], sizes, strict=True) if size <= room]))
+    none = ranking.made_faults(partial(row_losses, model), lower, ends, found, room=3)
+    assert len(none["relevance"]) == 0 and len(none["end"]) == 12
+
 
 def test_who_is_flagged():
     assert ranking.groups_of("q", "a b", 2) == ("short", "mostly ASCII", "no code")

@@ -103,6 +103,19 @@ def test_a_system_column_is_the_system_turn_of_every_layout(load, row):
         assert made[name][:] == renamed[name][:] == wanted[name][:]
 
 
+def test_dialogues_in_text_begin_with_any_blank(load):
+    """"Human:" at the start, behind one newline or two; an empty list of replies is dropped."""
+    text = "Human: hi\n\nAssistant:"
+    rows, report = load([
+        {"prompt": blank + text, "chosen": " b", "rejected": "c"}
+        for blank in ("", "\n", "\n\n", " ")] + [
+        {"prompt": "\n\n" + text, "chosen": [], "rejected": []}])
+    assert rows["prompt"][:] == ["hi"] * 4 and rows["response"][:] == ["b"] * 4
+    assert report["dropped"] == {"no_assistant_turn": [4]}
+    rows, _ = load([{"chosen": f"\n{text} b", "rejected": f"\n{text} c"}])
+    assert (rows[0]["prompt"], rows[0]["response"]) == ("hi", "b")
+
+
 def test_what_lies_behind_the_last_answer_or_is_empty_loses_nothing(load):
     rows, report = load([
         {"messages": [ASK, ANSWER, asked(IMAGE)]},

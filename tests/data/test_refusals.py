@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -72,6 +73,35 @@ def test_parquet_whose_text_is_not_utf_8(refused, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 1501, "response": bad}),
                                 tmp_path / "x.parquet")
     refused(r"x\.parquet: among the 1000 rows from row 1000: not valid UTF-8", "x.parquet", None)
+
+
+@pytest.mark.parametrize("column", [
+    pyarrow.array([2**45], pyarrow.timestamp("s")), pyarrow.array([2**30], pyarrow.date32()),
+    pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], ["a", "a"])],
+    ids=["time", "date", "two fields of one name"])
+def test_parquet_with_a_value_that_python_cannot_hold(refused, tmp_path, column):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "response": ["b"], "when": column}),
+                                tmp_path / "x.parquet")
+    refused(r"x\.parquet: among the 1000 rows from row 0: a value that cannot be read \(.*column",
+            "x.parquet", None)
+
+
+def test_sounds_and_broken_images_are_not_decoded(tmp_path):
+    """A saved data set with such columns beside prompt and response reads like one without."""
+    rows = {"prompt": ["a", "c"], "response": ["b", "d"]}
+    broken = [{"bytes": b"no picture", "path": None}] * 2
+    for kind in (datasets.Image(), datasets.Audio()):
+        features = datasets.Features({"prompt": datasets.Value("string"), "media": kind,
+                                      "response": datasets.Value("string")})
+        storage = datasets.Dataset.from_dict(rows | {"media": broken}).cast_column(
+            "media", kind) if isinstance(kind, datasets.Image) else None
+        if storage is None:
+            table = pyarrow.table(rows | {"media": broken}).select([*features])
+            storage = datasets.Dataset(table.cast(features.arrow_schema))
+        storage.select([1, 0]).save_to_disk(tmp_path / str(kind)[:5])
+        found, _ = tokens.load_rows(tmp_path / str(kind)[:5], make_tokenizer(),
+                                    cache_dir=tmp_path / "cache")
+        assert found["prompt"][:] == ["c", "a"] and found["response"][:] == ["d", "b"]
 
 
 def test_a_compressed_file(tmp_path):

@@ -142,6 +142,8 @@ def test_named_columns(load):
         assert (loaded[0]["bad"], loaded[0]["kind"]) == (True, "cut")
     with pytest.raises(UserError, match=r"line 1: no column \"z\".*found q, a"):
         load(rows, columns="prompt=q,response=z")
+    with pytest.raises(UserError, match=r"columns q, a, bad, kind\. .*Name every column"):
+        load(rows, columns="input=q")
     for columns in ("prompt", "nonsense=q"):
         with pytest.raises(UserError, match="--lower-columns"):
             load(rows, columns=columns)

@@ -162,6 +162,9 @@ def test_bad_input(files, refused, tmp_path, monkeypatch):
             ([ranking, "--rows", rows, "--page", rows], "overwrite"),
             ([clean, "--rows", rows], "none of its 1 rows"),
             ([ranking, "--rows", rows, "--count", 0], "--count 0: must be 1 or more"),
+            ([ranking, "--rows", rows, "--page", tmp_path / "p", "--out", tmp_path / "v"],
+             "--out: with --page alone nothing is asked"),
+            ([ranking, "--lower-columns", "prompt=q"], "--lower-columns: names the columns of"),
             ([ranking, "--rows", rows, "--out", tmp_path / "config.json"], "overwrite"),
             ([ranking, "--rows", rows], "the input ended")):
         assert what in refused(lambda words=words: front.main(["audit", *map(str, words)])), what

@@ -47,6 +47,8 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
                 write_rows(tmp_path / "named.jsonl", [
                     {"q": row["prompt"], "a": row["response"]} for row in make_rows(7, seed=78)])])
     assert re.search(r"^rows +7 ", capfd.readouterr().out, re.M)
+    assert "names the columns of --rows; give both" in refused(lambda: front.main(
+        ["losses", str(run.out), "--lower-columns", "prompt=q,response=a"]))
 
     held = tmp_path / "heldout.jsonl"
     other = train(files(lower_heldout=5) | {"heldout": write_rows(

@@ -50,6 +50,15 @@ def test_no_memory_is_one_line_with_advice(refused, made):
         command.run(lambda: (_ for _ in ()).throw(RuntimeError("size mismatch")))
 
 
+@pytest.mark.parametrize("words, name", [
+    (["--keep", "", "--batch", "2"], "--keep"), (["--keep="], "--keep="),
+    (["report", " "], "report")])
+def test_an_empty_value_is_refused(refused, monkeypatch, words, name):
+    """As a shell variable that is not set leaves it: it would mean the default."""
+    monkeypatch.setattr(sys, "argv", ["train_offline.py", *words])
+    assert refused(lambda: pytest.fail("ran")).startswith(f"error: {name}: its value is empty, as")
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE, errno.EIO])
 def test_a_file_of_ours_that_is_missing_is_a_traceback(capfd, number):
     """Nobody who runs a script can mend it: no line of advice hides where it happened."""
