@@ -17,6 +17,7 @@ from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file read at a time
+MEDIA = ("Audio", "Image", "Video", "Pdf", "Nifti", "Mesh")  # features that decoding may fail on
 
 
 def find_parts(source):
@@ -103,12 +104,10 @@ def read_part(part, source):
         if isinstance(part, Path) and part.suffix != ".parquet":
             yield from (_read_csv if part.suffix == ".csv" else _read_json)(part)
             return
-        for batch in (_parquet_batches(part) if isinstance(part, Path)
-                      else part.with_format("arrow").iter(BATCH)):  # sounds and images stay bytes
-            for row in batch.to_pylist():
-                yield f"{name} row {number}", row
-                number += 1
-    except (OSError, EOFError, zlib.error) as error:
+        for row in (_parquet_rows if isinstance(part, Path) else _undecoded)(part):
+            yield f"{name} row {number}", row
+            number += 1
+    except (OSError, EOFError, zlib.error, ImportError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{name}: {reason}") from None
     except UnicodeDecodeError as error:
@@ -117,6 +116,16 @@ def read_part(part, source):
     except (OverflowError, ValueError) as error:  # such as a date after the year 9999
         raise UserError(f"{name}: among the {BATCH} rows from row {number}: a value that cannot be "
                         f"read ({first_line(error)}); leave its column out") from None
+
+
+def _undecoded(part):
+    """Rows of a `datasets.Dataset`; sounds and images stay bytes, but for Json beside them."""
+    kinds = set(re.findall(r"\b[A-Z]\w*(?=\()", str(part.features)))
+    if "Json" in kinds or kinds.isdisjoint(MEDIA):
+        yield from part
+    else:
+        for batch in part.with_format("arrow").iter(BATCH):
+            yield from batch.to_pylist()
 
 
 def _one_value_a_key(pairs):
@@ -187,13 +196,14 @@ def _read_csv(path):
             raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from None
 
 
-def _parquet_batches(path):
+def _parquet_rows(path):
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _check_header(path, file.schema_arrow.names)
-        yield from file.iter_batches(batch_size=BATCH)
+        for batch in file.iter_batches(batch_size=BATCH):
+            yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not a valid parquet file ({first_line(error)})") from None

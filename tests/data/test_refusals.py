@@ -104,6 +104,18 @@ def test_sounds_and_broken_images_are_not_decoded(tmp_path):
         assert found["prompt"][:] == ["c", "a"] and found["response"][:] == ["d", "b"]
 
 
+def test_values_of_json_columns_are_decoded(tmp_path):
+    """`datasets` keeps them as text; beside a column with images as well."""
+    features = datasets.Features({"prompt": datasets.Value("string"), "response": datasets.Json(),
+                                  "media": datasets.Image()})
+    for names in (["prompt", "response"], [*features]):
+        datasets.Dataset.from_list(
+            [{"prompt": "a", "response": "b", "media": None}], features=features).select_columns(names).save_to_disk(tmp_path / str(len(names)))
+        rows, _ = tokens.load_rows(tmp_path / str(len(names)), make_tokenizer(),
+                                   cache_dir=tmp_path / "cache")
+        assert rows["response"][:] == ["b"]
+
+
 def test_a_compressed_file(tmp_path):
     def rows(path):
         return [row for _, row in sources.read_part(path, path)]
