@@ -109,8 +109,9 @@ def test_values_of_json_columns_are_decoded(tmp_path):
     features = datasets.Features({"prompt": datasets.Value("string"), "response": datasets.Json(),
                                   "media": datasets.Image()})
     for names in (["prompt", "response"], [*features]):
-        datasets.Dataset.from_list(
-            [{"prompt": "a", "response": "b", "media": None}], features=features).select_columns(names).save_to_disk(tmp_path / str(len(names)))
+        saved = datasets.Dataset.from_list([{"prompt": "a", "response": "b", "media": None}],
+                                           features=features).select_columns(names)
+        saved.save_to_disk(tmp_path / str(len(names)))
         rows, _ = tokens.load_rows(tmp_path / str(len(names)), make_tokenizer(),
                                    cache_dir=tmp_path / "cache")
         assert rows["response"][:] == ["b"]
