@@ -17,7 +17,6 @@ from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file read at a time
-MEDIA = ("Audio", "Image", "Video", "Pdf", "Nifti", "Mesh")  # features that decoding may fail on
 
 
 def find_parts(source):
@@ -104,7 +103,14 @@ def read_part(part, source):
         if isinstance(part, Path) and part.suffix != ".parquet":
             yield from (_read_csv if part.suffix == ".csv" else _read_json)(part)
             return
-        for row in (_parquet_rows if isinstance(part, Path) else _undecoded)(part):
+        if isinstance(part, Path):
+            rows = _parquet_rows(part)
+        elif "Json(" in str(part.features):  # in Arrow its values are text
+            rows = part
+        else:  # sounds and images stay bytes
+            rows = (row for batch in part.with_format("arrow").iter(BATCH)
+                    for row in batch.to_pylist())
+        for row in rows:
             yield f"{name} row {number}", row
             number += 1
     except (OSError, EOFError, zlib.error, ImportError) as error:
@@ -116,16 +122,6 @@ def read_part(part, source):
     except (OverflowError, ValueError) as error:  # such as a date after the year 9999
         raise UserError(f"{name}: among the {BATCH} rows from row {number}: a value that cannot be "
                         f"read ({first_line(error)}); leave its column out") from None
-
-
-def _undecoded(part):
-    """Rows of a `datasets.Dataset`; sounds and images stay bytes, but for Json beside them."""
-    kinds = set(re.findall(r"\b[A-Z]\w*(?=\()", str(part.features)))
-    if "Json" in kinds or kinds.isdisjoint(MEDIA):
-        yield from part
-    else:
-        for batch in part.with_format("arrow").iter(BATCH):
-            yield from batch.to_pylist()
 
 
 def _one_value_a_key(pairs):
