@@ -16,7 +16,7 @@ from runtime.hub import hub_answers
 from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-BATCH = 1000  # rows of a parquet file read at a time
+BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 
 
 def find_parts(source):

@@ -32,12 +32,12 @@ import session
 import train_offline
 import utils
 from baselines import scores
+from benchmarks.floor import token_rates
 from data import sets
 from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
-from paper.small import token_rates
 from paper.statistics import (
     claims_of,
     measured,

@@ -22,8 +22,7 @@ import models
 import ranking
 import session
 import train_online
-from benchmarks.floor import model_variants
-from benchmarks.measure import time_variants
+from benchmarks.floor import token_rates
 from data.sources import find_parts
 from evaluation.report import write_report
 from evaluation.runs import Run
@@ -149,12 +148,6 @@ def work_of(run):
         + (args.epochs + 1) * hat * lower + (args.epochs + 3) * held_out
         + 4 * sum(answers) * per_row,
         "answer": sum(math.ceil(count / 64) for count in answers) * args.max_new_tokens}
-
-
-def token_rates(model, batch):
-    """Tokens/s of {"forward", "step"} of a packed batch: the faster of two calls behind a first."""
-    seconds = time_variants(model_variants(model, batch), 2, model.device, "rates")
-    return {name: batch["input_ids"].numel() / min(own) for name, own in seconds.items()}
 
 
 def measure_rates(model, run):
