@@ -51,7 +51,7 @@ TOY = "--first-refresh 50 --k-gen 25 --center --max-new-tokens 16"
 TEXT = ("--epochs 1 --rho-start 0.9 --omega-lr 0.1 --lr 5e-4 --correction 0 --batch 16 "
         "--micro-batch 16 --max-new-tokens 64")
 CUT = 1 / 4  # share of cut rows among the bad ones
-TRUSTED, HELD_OUT = 400, 150  # trusted rows in all; rows of each kind that are held out
+TRUSTED, HELD_OUT, CLEAN_OUT = 400, 500, 150  # trusted rows, held-out ones, held-out lower ones
 TEMPERATURES = torch.arange(10, 41, dtype=torch.float64) / 20  # 0.5 to 2
 MEASURES = {"upper_heldout": "held-out upper", "tempered": "one temperature fitted",
             "upper_exact": "exact answers", "lower_heldout": "lower, clean"}
@@ -109,9 +109,9 @@ def text_rows(folder, seed, share, args, given):
         return [{"prompt": prompt, "response": response} for prompt, response in
                 zip(rows["prompt"][:], rows["response"][:], strict=True)]
 
-    good = read(given["--lower"], args.rows + HELD_OUT)
-    spoilt = spoil(good[HELD_OUT:], seed, share)
-    for name, rows in (("lower", spoilt), ("lower_heldout", good[:HELD_OUT]),
+    good = read(given["--lower"], args.rows + CLEAN_OUT)
+    spoilt = spoil(good[CLEAN_OUT:], seed, share)
+    for name, rows in (("lower", spoilt), ("lower_heldout", good[:CLEAN_OUT]),
                        ("upper", read(given["--upper"], TRUSTED)),
                        ("upper_heldout", read(given["--upper-heldout"], HELD_OUT)),
                        ("right", [row | {"response": row["answer"]} for row in spoilt])):
