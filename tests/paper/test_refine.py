@@ -55,6 +55,7 @@ def test_spoilt_rows_keep_their_right_answer():
 def test_text_rows_and_their_mask(tmp_path, monkeypatch, good, folders):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(refine, "HELD_OUT", 12)
+    monkeypatch.setattr(refine, "CLEAN_OUT", 12)
     args = arguments(good, folders)
     arms = refine.arms_of(args, "50% bad", 2)
     rows = tmp_path / "runs/tried/refine/50-bad/rows/seed-2"
