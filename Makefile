@@ -49,4 +49,4 @@ $(VENV)/.ready-all: $(VENV)/.ready-dev requirements-all.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) .cache

@@ -48,20 +48,16 @@ def importance_ratio(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
 
     logps, old_logps: same shape, sequence log-probs (sums, nats) now and when the answer was
     written, by the *same* function at temperature 1, so that r is exactly one after a refresh.
-    max_log_ratio: clamp of |log r|, None for none. Returns r, same shape.
+    max_log_ratio: clamp of |log r|, inf for none. Returns r, same shape.
     Derivation: the prior over questions cancels, r = exp(logps - old_logps); for equal old
     log-probs r_g / sum r = pi_g / sum pi = lambda_g. It is a weight: no gradient flows through it.
     """
-    log_ratio = _float(logps).detach() - _float(old_logps).detach()
-    if max_log_ratio is not None:
-        log_ratio = log_ratio.clamp(-max_log_ratio, max_log_ratio)
-    return log_ratio.exp()
+    return (_float(logps) - _float(old_logps)).detach().clamp(-max_log_ratio, max_log_ratio).exp()
 
 
 def clamped(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
     """Which ratios the clamp of `importance_ratio` touched -> bool, same shape (for the log)."""
-    log_ratio = _float(logps).detach() - _float(old_logps).detach()
-    return log_ratio.abs() > (torch.inf if max_log_ratio is None else max_log_ratio)
+    return (_float(logps) - _float(old_logps)).detach().abs() > max_log_ratio
 
 
 def lse_merit(losses, tau=1.0):

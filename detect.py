@@ -45,9 +45,10 @@ Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman,
 
 Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
-nearly right. What is rare looks bad: see who is flagged by length, language and code. Without
-trusted rows a loss or boilerplate that most rows share *is* the null. A row cut by a length limit
-has no end to judge.
+nearly right. Markup, tables and indented code repeat themselves. A kind of fault that few rows have
+is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see who is flagged
+by length, language and code. Without trusted rows a loss or boilerplate that most rows share *is*
+the null. A row cut by a length limit has no end to judge.
 
 Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """
@@ -106,18 +107,23 @@ def slip(given, span=SPAN):
     return float((sums[span:] - sums[:-span]).max()) if len(given) > span else float(sums[-1])
 
 
+def _listed(tokens):  # the elements of a tensor are all different keys
+    return tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
+
+
 def _grams(tokens, size):
     return [tuple(tokens[i:i + size]) for i in range(len(tokens) - size + 1)]
 
 
 def repetition(answer, size=4):
     """Share of the answer's n-grams that occurred before in it, 0 to 1."""
-    grams = _grams(answer, size)
+    grams = _grams(_listed(answer), size)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def copied(answer, prompt, size=3):
     """(share of the answer's n-grams that stand in the prompt, share of its tokens that do not)."""
+    answer, prompt = _listed(answer), _listed(prompt)
     known, words, grams = set(_grams(prompt, size)), set(prompt), _grams(answer, size)
     return (sum(gram in known for gram in grams) / len(grams) if grams else 0.0,
             sum(token not in words for token in answer) / max(1, len(answer)))
@@ -359,8 +365,16 @@ ALIKE = 0.9                    # share of equal minhashes from which two rows ar
 LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
-TURN = re.compile(r"\n(?![-*+•] )\W{0,9}(User|Human|Instruction|Q)\W{0,9}:")
-MARK = re.compile(r"<\|(im_start|user|start_)|\[INST\]")
+# A speaker whose line asks, or whom another answers.
+TURN = re.compile(r"\n[#*> \t]{0,9}(User|Human|Instruction|Question|Input|Q)\W{0,4}:("
+                  r"[^\n]{0,500}\?\s*(\n|$)|(?s:.{0,2000}?)\n[#*> \t]{0,9}"
+                  r"(Assistant|AI|Bot|Answer|Response|Output|A)\W{0,4}:)")
+MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)\s*\[INST\]|"
+                  r"\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
+# A question with many right answers: "name a fruit".
+OPEN = re.compile(r"\W*(write|generate|give|name|create|suggest|list|tell|compose|think of|provide|"
+                  r"invent|pick|choose|make)( me| us)? (an?|some|any|two|three|four|five|\d+) |"
+                  r".*\brandom\b", re.I)
 ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|interview|transcript|screenplay", re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
@@ -391,8 +405,9 @@ def text_reasons(rows):
     duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
     CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
     turn: another question (`TURN`) in an answer that is no dialogue, asked for or from its start.
-    conflict: one question, word by word, whose answers differ in words of both, or in a "not"; one
-    is short enough (`CLOSED`) to be a fact. Both rows, since nothing tells which one is right.
+    conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
+    or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
+    is right.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     seen, first, answers, reasons = {}, array("i"), {}, []
@@ -419,7 +434,8 @@ def text_reasons(rows):
                         known.append(len(first))
                 first.extend(signature + end)
         reasons.append("duplicate" if same else "turn" if goes_on else None)
-        told.setdefault(key, (place, len(words), array("q", {*map(hash, words)})))
+        count = math.inf if OPEN.match(prompt) else len(words)
+        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
     for told in answers.values():
         short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
         for place, _, own in told.values() if len(told) > 1 else ():

@@ -36,6 +36,7 @@ import inspect
 import os
 
 import torch
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -69,18 +70,20 @@ def token_logprobs_reference(hidden, head, targets):
         return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
 
 
-def token_logprobs(hidden, head, targets, reference=False, kernel=None):
+def token_logprobs(hidden, head, targets, kernel=None):
     """log p(target) for every position.
 
     hidden (T, d), head (V, d), targets (T,) int64 -> (T,) float32 (float64 for float64), nats.
-    Differentiable in `hidden`; a head that wants a gradient gets it from the reference alone, and
-    is refused elsewhere. kernel: one of KERNELS, None for the module's KERNEL; `reference=True` is
-    "reference". Targets outside [0, V) are the caller's error and, as in `gather`, checked on no
-    path that is fast.
+    Differentiable in `hidden`, once (twice with kernel="reference"); a head that wants a gradient
+    gets it from the reference alone, and is refused elsewhere. kernel: one of KERNELS, None for the
+    module's KERNEL. Targets outside [0, V) are the caller's error and, as in `gather`, checked on
+    no path that is fast. ValueError for shapes that do not match.
     """
-    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and head {tuple(head.shape)} do not match")
-    kernel = "reference" if reference else _pick(kernel or KERNEL, hidden)
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1] \
+            or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, head {tuple(head.shape)} and targets "
+                         f"{tuple(targets.shape)} do not match")
+    kernel = _pick(kernel or KERNEL, hidden)
     if kernel == "reference":
         return token_logprobs_reference(hidden, head, targets)
     if torch.is_grad_enabled() and head.requires_grad:
@@ -91,7 +94,7 @@ def token_logprobs(hidden, head, targets, reference=False, kernel=None):
 
 
 def _pick(kernel, hidden):
-    """"auto" made a choice; ValueError for a name that is none, or Triton where it cannot run."""
+    """The kernel that runs; ValueError for a name that is none, or Triton where it cannot run."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r}: one of {', '.join(KERNELS)}")
     fits = triton is not None and hidden.dtype != torch.float64 and (
@@ -119,6 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logps
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_logps):
         (gradient,) = ctx.saved_tensors
         return (gradient * grad_logps[:, None]).to(gradient.dtype), None, None, None, None
@@ -345,7 +349,7 @@ def _plain_head(causal_lm):
     return None if any(getattr(config, name, None) is not None for name in special) else head.weight
 
 
-def token_logps(model, batch, reference=False, kernel=None, greedy=False):
+def token_logps(model, batch, reference=False, greedy=False):
     """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
     Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
@@ -365,24 +369,24 @@ def token_logps(model, batch, reference=False, kernel=None, greedy=False):
         likeliest = logits.argmax(dim=1) if greedy else None
     else:
         hidden = packed_forward(causal_lm.base_model, batch)[where]
-        logps = token_logprobs(hidden, head, targets, kernel=kernel)
+        logps = token_logprobs(hidden, head, targets)
         likeliest = torch.cat([(part @ head.T).argmax(dim=1) for part in hidden.split(
             256)]) if greedy else None
     row = torch.searchsorted(batch["cu_seqlens"][1:], where.to(batch["cu_seqlens"]), right=True)
     return (logps, row, likeliest == targets) if greedy else (logps, row)
 
 
-def sequence_logprobs(model, batch, reference=False, kernel=None, greedy=False):
+def sequence_logprobs(model, batch, reference=False, greedy=False):
     """log pi(y | x) of every packed row.
 
     model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
     `attn_implementation=ATTENTION`. batch: input_ids (1, T), position_ids (1, T), cu_seqlens
     (B + 1,), targets (T,), response_mask (T,). Returns (logps (B,) sums over response tokens in
     nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
-    the model's own logits. kernel: see `token_logprobs`. greedy: return a third tensor, (B,) bool:
-    whether greedy decoding, which takes the likeliest token, writes the whole response.
+    the model's own logits. greedy: return a third tensor, (B,) bool: whether greedy decoding, which
+    takes the likeliest token, writes the whole response.
     """
-    logps, row, *likeliest = token_logps(model, batch, reference, kernel, greedy)
+    logps, row, *likeliest = token_logps(model, batch, reference, greedy)
     num_rows = len(batch["cu_seqlens"]) - 1
     sums = torch.zeros(num_rows, dtype=logps.dtype, device=logps.device).index_add(0, row, logps)
     lengths = torch.bincount(row, minlength=num_rows)

@@ -165,8 +165,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
 
-    An adapter of a folder keeps its own rank, alpha and layers; its dropout is switched off. Every
-    adapter is float32 whatever the base is. Draws from torch's global generator.
+    An adapter of a folder keeps its own rank, alpha and layers; its dropout is switched off. An
+    adapter is float32, float64 over a float64 base. Draws from torch's global generator.
     """
     import peft
 
@@ -192,10 +192,14 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
             r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
             task_type="CAUSAL_LM"))
     config = model.peft_config["default"]
-    if (config.peft_type != "LORA" or config.use_dora or config.modules_to_save
-            or config.bias != "none" or config.lora_alpha <= 0):
-        raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, bias, "
-                        "modules_to_save, alpha 0); merge it and give the result as --model")
+    # What is trained and no LoRA matrix would be in no checkpoint; PiSSA and OLoRA change the base.
+    if (config.peft_type != "LORA" or config.use_dora or config.lora_alpha <= 0
+            or config.init_lora_weights not in (True, False, "gaussian")
+            or any(p.requires_grad and "lora_" not in name
+                   for name, p in model.named_parameters())):
+        raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, PiSSA, "
+                        "OLoRA, bias, trained tokens, modules_to_save, alpha 0); merge it and give "
+                        "the result as --model")
     config.lora_dropout = 0.0  # the twin's too: log-probs are functions of theta alone
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -213,7 +217,7 @@ class _LoraLinear(torch.autograd.Function):
     PEFT's own forward scales, adds and, in the backward, adds again: passes over T x d that cost
     half of the frozen product on a CPU. Here the adapter's products accumulate into the base's.
     x (..., in), W (out, in) frozen, A (r, in), B (out, r); computes in the dtype of W, so float32
-    masters of a bf16 base are rounded when used; the gradients of A and B are float32.
+    masters of a bf16 base are rounded when used; gradients have the dtype of A and B.
     """
 
     @staticmethod
@@ -383,7 +387,8 @@ def save_pretrained(model, folder, tokenizer=None, **options):
         os.replace(partial, folder)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if type(error).__name__ != "SafetensorError":
+        # safetensors' and tokenizers' words for a full disk
+        if type(error).__name__ != "SafetensorError" and type(error) is not Exception:
             raise
         raise UserError(f"{folder}: cannot be written ({first_line(error)}); free space, then "
                         "continue with --resume") from None

@@ -121,7 +121,11 @@ def parse(parser, argv, presets=PRESETS):
         ("lora_rank", "lora_alpha") if args.adapter else ()) + (
         () if args.upper_loss == "dpo" else ("dpo_beta",)) + (
         ("ratio", "max_log_ratio") if refine not in (None, "generate") else ()) + (
-        ("num_answers", "temperature") if refine in ("drop", "original") else ())
+        ("num_answers", "temperature") if refine in ("drop", "original") else ()) + (
+        ("max_log_ratio",) if refine == "generate" and args.ratio == "lambda" else ()) + (
+        ("k_gen",) if refine in ("drop", "original") and args.mask != "dynamic" else ()) + (
+        ("epochs",) if getattr(args, "token_budget", None) else ()) + (
+        () if args.upper or args.toy else ("upper_limit", "upper_columns"))
     flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")

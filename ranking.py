@@ -20,8 +20,8 @@ from utils import UserError, each_jsonl, table, write_jsonl
 # ruff: isort: split
 import torch
 
-CODE = re.compile(r"```|^\s*(def|class|import|#include|public|SELECT|function) |[;{]\s*$|</\w+>",
-                  re.MULTILINE)
+CODE = re.compile(r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
+                  r"[;{][^\S\n]*$|</\w+>", re.MULTILINE)
 GROUPS = ("short", "medium", "long", "mostly ASCII", "less than 90 % ASCII", "code", "no code")
 WORST = 3  # examples of each reason
 TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
@@ -341,7 +341,7 @@ def verdicts(found, trusted, made, text_reasons=()):
     surprise, flagged, reason = detect.judge(surprising, found, made)
     surprise, least = flagged_last(surprise, flagged)
     for place, text in enumerate(text_reasons):
-        if text and not reason[place]:
+        if text == "turn" or (text and reason[place] in (None, "unclear")):  # a turn is no guess
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
     return surprise, reason, notes
 

@@ -11,8 +11,8 @@ file imports nothing from the project and can be copied into another codebase as
 Deviations from the text of the paper:
  1. Weights are N * softmax(omega), with mean one, and a batch is averaged: the literal sigma_i is
     about 1/N and vanishes next to the validation term. The authors' code does the same.
- 2. omega starts at zero, unless the caller sets it. The softmax ignores a common shift, so any
-    constant start is the same.
+ 2. omega starts at zero, unless the caller sets it by `logits.copy_()`. The softmax ignores a
+    common shift, so any constant start is the same.
  3. `center=True` subtracts a running mean of *past* losses from C. Since sum_i grad sigma_i = 0 the
     expected step is unchanged; its variance falls by the squared mean of the losses. Off in the
     paper's presets.
@@ -43,7 +43,6 @@ class Selector:
     lr         alpha, step size of omega (published: 1e-4 with Adam)
     optimizer  "adam" or "sgd" (plain gradient steps; rates of order 1 to 10)
     center     subtract a running mean of past losses from C (deviation 3)
-    betas      Adam's, unused by SGD
     dtype      float64 stays float64; anything else is held and computed in float32
 
     `logits` is omega, shape (N,). All arithmetic is on `device`; nothing is random.
@@ -52,7 +51,7 @@ class Selector:
     CENTER_DECAY = 0.9  # of the running mean; about the last ten batches
     BLOCK = 2**17  # rows handled at a time where a pass would otherwise go through memory twice
 
-    def __init__(self, num_rows, lr, optimizer="adam", center=False, betas=(0.9, 0.999),
+    def __init__(self, num_rows, lr, optimizer="adam", center=False,
                  dtype=torch.float32, device="cpu"):
         if num_rows < 1:
             raise ValueError(f"a selector needs at least one row, got {num_rows}")
@@ -61,7 +60,7 @@ class Selector:
         self.last_losses = torch.full_like(self.logits, math.nan)  # C of each row when last seen
         self.center, self.baseline = center, None
         if optimizer == "adam":
-            self.optimizer = torch.optim.Adam([self.logits], lr=lr, betas=betas, fused=True)
+            self.optimizer = torch.optim.Adam([self.logits], lr=lr, fused=True)
         elif optimizer == "sgd":
             self.optimizer = torch.optim.SGD([self.logits], lr=lr, fused=True)
         else:
@@ -108,12 +107,18 @@ class Selector:
 
             g_j = (gamma / B) * (sum_b C_b W_{i_b} [i_b = j]  -  W_j / N * sum_b C_b W_{i_b})
 
-        Raises FloatingPointError when a loss is not finite: omega would be lost for good.
+        Raises FloatingPointError when a loss or gamma is not finite: omega would be lost for good;
+        ValueError for rows that are none. Nothing has changed then.
         """
         rows = rows.to(self.logits.device)
         losses = losses.detach().to(self.logits)
-        if not torch.isfinite(losses).all():
-            raise FloatingPointError(f"the selector got a loss that is not finite: {losses}")
+        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype == torch.bool or not (
+                len(rows) and int(rows.min()) >= 0 and int(rows.max()) < len(self.logits)):
+            raise ValueError(f"rows {rows} and losses {losses}: an index a loss, at least one, "
+                             f"from 0 to {len(self.logits) - 1}")
+        if not torch.isfinite(losses).all() or not math.isfinite(gamma):
+            raise FloatingPointError(f"the selector got a gamma of {gamma} or a loss that is not "
+                                     f"finite: {losses}")
         self.last_losses[rows] = losses
         if self.center:
             mean = losses.mean()

@@ -91,6 +91,12 @@ def parse_args(argv=None):
         parser.set_defaults(keep_fraction=None)  # as many as do not look bad
     args = parser.parse_args(argv)
     args.toy = toy_run
+    for group in parser._action_groups:
+        if group.title in METHODS and group.title != args.method:
+            for action in group._group_actions:
+                if getattr(args, action.dest) != parser.get_default(action.dest):
+                    raise UserError(f"{action.option_strings[0]}: of {group.title}; "
+                                    f"{args.method} does not read it")
     check_args(args)
     check_out(args)
     return args

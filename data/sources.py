@@ -66,16 +66,20 @@ def _folder_parts(folder, split):
                                 + ", ".join(saved))
             saved = saved[split or "train"]
         return [saved]
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES
-                   and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-                   and path.is_file())
-    word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}($|[^a-z])")
+    every = sorted(path for path in folder.rglob("*") if path.is_file()
+                   and path.suffix.lower() in (*SUFFIXES, ".gz", ".zst")
+                   and not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    files = [path for path in every if path.suffix in SUFFIXES]
+    word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}(ing)?($|[^a-z])")
     named = [path for path in files if word.search(str(path.relative_to(folder)).lower())]
     # Without a split, files named "train" win: test files beside them must not slip into training.
     chosen = named or ([] if split else files)
     if not chosen:
         what = f' of a split "{split}"' if split else ""
         raise UserError(f"{folder}: no {'/'.join(SUFFIXES)} file{what} in this folder")
+    if left := [str(path.relative_to(folder)) for path in every if path not in chosen]:
+        print(f"{folder}: reads {len(chosen)} of {len(every)} files, not " + ", ".join(
+            left[:3]) + ", ..." * (len(left) > 3))
     return chosen
 
 

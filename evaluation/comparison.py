@@ -113,6 +113,11 @@ def comparison_rows(runs):
         groups.setdefault(key, []).append(run)
     rows = []
     for members in groups.values():
+        seeds = {}
+        for run in members:
+            if (other := seeds.setdefault(run.args.seed, run)) is not run:
+                raise UserError(f"{other.folder} and {run.folder} are one run with one seed, and "
+                                "count once: leave one out")
         row = {"name": shared_name(members), "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import models
 import utils
+from evaluation.runs import read_text
 from runtime import processes
 from utils import UserError
 
@@ -312,7 +313,7 @@ class Cache:
 
     def __init__(self, path):
         self.path, self.known, self.lock = Path(path), {}, threading.Lock()
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = read_text(self.path).splitlines() if self.path.exists() else []
         for line in lines:
             try:
                 entry = json.loads(line)

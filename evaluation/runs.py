@@ -216,9 +216,12 @@ def read_figures(path):
 
 def read_ranking(path):
     """The rows of `weights.jsonl`, `kept.jsonl` or another ranking, in the order of the file."""
-    rows, columns = [], None
+    rows, columns, seen = [], None, set()
     for place, row in each_line(path):
         check_entry(place, row, RANKING, TESTED | {"kind": TEXT})
+        if row["row_id"] in seen:
+            raise UserError(f"{place}: row_id {row['row_id']} stands in the file twice; rank again")
+        seen.add(row["row_id"])
         own = {key: kind for key, kind in COLUMNS_OF_RANKING.items() if key in row}
         columns = own if columns is None else columns
         if own.keys() != columns.keys():

@@ -74,8 +74,9 @@ def check_row(place, row, needed):
         if key not in row:
             raise UserError(f"{place}: no {key!r}; needed: {', '.join(needed)}")
     for key, value in row.items():
-        if key == "preference" and not (value is None or value != value or is_number(value)):
-            what = "a number or null"
+        if key == "preference" and not (value is None or value != value or (is_number(value) and (
+                value == 0 or 1 <= value <= 2))):
+            what = "null or a number from 1 to 2"
         elif key in TEXTS and not isinstance(value, str) and (key in needed or value is not None):
             what = "text"
         else:
@@ -229,7 +230,7 @@ def judge_outputs(args):
     outputs = read_list(args.outputs, ("instruction", "output"))
     pairs = pairs_of(outputs, read_list(args.reference, ("instruction", "output")))
     name = args.local or args.judge
-    if not args.local and not (args.url and args.judge):
+    if bool(args.local) == bool(args.url and args.judge):
         raise UserError("judge: give --url and --judge for an endpoint, or --local MODEL")
     if not args.local:
         judge.check_url(args.url)
@@ -305,6 +306,9 @@ def run_winrate(args):
     for name in ("retries", "parallel", "max_new_tokens"):
         if getattr(args, name, 1) < (name != "retries"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: is too small")
+    for name in ("price_in", "price_out"):
+        if not 0 <= getattr(args, name, 0.0) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: 0 or more, finite")
     if not 0 <= getattr(args, "temperature", 0.0) < math.inf:
         raise UserError(f"--temperature {args.temperature}: 0 is greedy, else a finite number "
                         "above it")

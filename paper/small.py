@@ -27,6 +27,7 @@ from data.sources import find_parts
 from evaluation.report import write_report
 from evaluation.runs import Run
 from generate import generate
+from paper.plans import words_of
 from utils import UserError, first_line
 
 # ruff: isort: split
@@ -54,7 +55,7 @@ def small(args):
                         "UPPER=trusted.jsonl`")
     out = Path("runs") / args.name
     words = ["--model", str(FOLDER), "--lower", args.lower, "--upper", args.upper, "--out",
-             str(out), *shlex.split(SETTINGS), *shlex.split(args.train or "")]
+             str(out), *shlex.split(SETTINGS), *words_of(args.train or "")]
     if args.list:
         print(f"python {shlex.join(['train_online.py', *words])}")
         return

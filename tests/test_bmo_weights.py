@@ -118,8 +118,8 @@ def test_clamp_is_counted_and_nothing_overflows():
     assert clamped(now, old).tolist() == [True, True, False, False, False, True]
     assert importance_ratio(now, old, 0.5).max().item() == pytest.approx(math.exp(0.5))
     assert clamped(now, old, 0.5).sum() == 5
-    free = importance_ratio(now, old, None)
-    assert free[0] == 0 and free[-1] == math.inf and not clamped(now, old, None).any()
+    free = importance_ratio(now, old, math.inf)
+    assert free[0] == 0 and free[-1] == math.inf and not clamped(now, old, math.inf).any()
     assert free[1].item() == pytest.approx(math.exp(-MAX_LOG_RATIO - 1e-3))
 
 
@@ -164,7 +164,7 @@ def test_float64_stays_and_everything_else_is_float32():
             assert value.dtype == expected, dtype
         assert importance_ratio(x, x - 1)[0].item() == pytest.approx(math.e, rel=1e-6)
     large = torch.tensor([12.0], dtype=torch.float16)  # exp(12) is beyond float16
-    assert importance_ratio(large, torch.zeros_like(large), None).item() == pytest.approx(
+    assert importance_ratio(large, torch.zeros_like(large), math.inf).item() == pytest.approx(
         math.exp(12))
 
 
@@ -232,7 +232,7 @@ def test_eq_expected_weighted_gradient_is_zero_at_temperature_one(two_tokens, st
     something remains. (1e-7: the model's norms compute in float32.)
     """
     gradients, now, old, lengths, sampled, sampled_now = two_tokens(stop)
-    ratio = importance_ratio(now, old, None)
+    ratio = importance_ratio(now, old, math.inf)
     assert sampled(1.0).sum().item() == pytest.approx(1, abs=1e-12)
     torch.testing.assert_close(sampled(1.0), old.exp(), rtol=1e-12, atol=0)
     assert (ratio - 1).abs().max() > 0.1

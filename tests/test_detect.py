@@ -413,6 +413,14 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
     assert detect.text_reasons(asked) == [None] * 200
 
 
+def test_open_questions_have_no_conflicts():
+    for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please"):
+        rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
+        assert detect.text_reasons(rows) == [None, None, "duplicate"]
+    for question in ("Name the red fruit", "Is a tomato a fruit?"):
+        assert detect.text_reasons([(question, "Yes"), (question, "No")]) == ["conflict"] * 2
+
+
 def test_answers_that_agree_are_no_conflict():
     def told(*answers):
         return detect.text_reasons([("What is the capital?", answer) for answer in answers])
@@ -448,11 +456,16 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
     ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
     ("Ask the user: is it on?", False), ("", False),
-    ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False)])
+    ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
+    ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", True),
+    ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
+    ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False), ("x\nUser: id, name\nPost: id", False),
+    ("Letters:\nQ: heat in joules", False), ("roles\n\n**User:** a person\n**Group:** x", False),
+    ("Wrap it in [INST] and [/INST].", False), ("x\nHuman: creative\nMachine: fast", False)])
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
     assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
-    marked = "[INST]" in answer or "<|" in answer
+    marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
     assert detect.text_reasons([("Write an FAQ.", answer)]) == ["turn" if marked else None]
 
 

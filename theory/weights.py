@@ -98,9 +98,9 @@ def measure():
     losses = sequence_losses(theta, tokens, 3)
     merit = merit_table(tokens, theta)
     lam = response_weights(-losses)
-    equal = importance_ratio(-losses, torch.full_like(losses, -5.0), None)
+    equal = importance_ratio(-losses, torch.full_like(losses, -5.0), math.inf)
     old = torch.tensor([-3.0, -7.0, -5.0, -4.0, -6.0], dtype=F64)
-    unequal = importance_ratio(-losses, old, None)
+    unequal = importance_ratio(-losses, old, math.inf)
     logits = forward(theta, tokens).logits[:3]
     hessian = logit_hessian(logits, tokens.y[:3])
     blocks = softmax_jacobian(torch.softmax(logits, -1))

@@ -7,7 +7,7 @@
 import argparse
 from pathlib import Path
 
-from options import check_seed
+from options import at_least_one, check_seed
 from runtime.command import run
 from toy import base, corpus
 from utils import UserError
@@ -30,6 +30,10 @@ def parse_args(argv=None):
     add("--steps", type=int, default=6000)
     args = parser.parse_args(argv)
     check_seed(args.seed)
+    if args.command == "train":
+        at_least_one(args, "steps")
+        if args.out.exists() and not args.out.is_dir():
+            raise UserError(f"--out {args.out}: is a file; give the name of a folder")
     for name in ("noise", "contrary") if args.command == "write" else ():
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name} {getattr(args, name)}: must lie in [0, 1]")

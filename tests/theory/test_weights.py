@@ -70,13 +70,14 @@ def test_ratio_is_proportional_to_lambda_exactly_when_old_log_probs_are_equal():
     logps = -weights.sequence_losses(theta, tokens, 3)
     lam = response_weights(logps)
     for level in (-3.0, -20.0):
-        r = importance_ratio(logps, torch.full_like(logps, level), None)
+        r = importance_ratio(logps, torch.full_like(logps, level), math.inf)
         assert weights.proportionality(r, lam) < 1e-12
         torch.testing.assert_close(r / r.sum(), lam, rtol=0, atol=1e-14)
     old = torch.full_like(logps, -5.0)
     old[2] -= math.log(2)                                       # one answer half as likely before
-    assert weights.proportionality(importance_ratio(logps, old, None), lam) == pytest.approx(1.0)
-    equal = importance_ratio(logps, torch.full_like(logps, -5.0), None)
+    unequal = importance_ratio(logps, old, math.inf)
+    assert weights.proportionality(unequal, lam) == pytest.approx(1.0)
+    equal = importance_ratio(logps, torch.full_like(logps, -5.0), math.inf)
     assert weights.proportionality(equal, response_weights(logps, 0.5)) > 0.1      # tau != 1
     assert weights.proportionality(equal, response_weights(logps / 3)) > 0.1       # mean over D
 
