@@ -369,7 +369,7 @@ CLOSED = 12                    # words: at most so many make an answer that can 
 TURN = re.compile(r"\n[#*> \t]{0,9}(User|Human|Instruction|Question|Input|Q)\W{0,4}:("
                   r"[^\n]{0,500}\?\s*(\n|$)|(?s:.{0,2000}?)\n[#*> \t]{0,9}"
                   r"(Assistant|AI|Bot|Answer|Response|Output|A)\W{0,4}:)")
-MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)\s*\[INST\]|"
+MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)[ \t]*\[INST\]|"
                   r"\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
 # A question with many right answers: "name a fruit".
 OPEN = re.compile(r"\W*(write|generate|give|name|create|suggest|list|tell|compose|think of|provide|"

@@ -342,8 +342,10 @@ def test_broken_adapters(bad, tmp_path, adapters):
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"bias": "all"},
-                                     {"modules_to_save": ["lm_head"]}, None],
-                         ids=["DoRA", "bias", "modules_to_save", "IA3"])
+                                     {"modules_to_save": ["lm_head"]},
+                                     {"init_lora_weights": "pissa"},
+                                     {"trainable_token_indices": [3, 4]}, None],
+                         ids=["DoRA", "bias", "modules_to_save", "PiSSA", "tokens", "IA3"])
 def test_adapters_that_are_not_plain_lora(bad, tmp_path, folders, options):
     """Checkpoints and generation know A and B alone."""
     import peft

@@ -413,6 +413,12 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
     assert detect.text_reasons(asked) == [None] * 200
 
 
+def test_tokens_may_be_a_tensor():
+    tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    assert detect.repetition(torch.tensor(tokens)) == detect.repetition(tokens) > 0
+    assert detect.copied(torch.tensor(tokens), torch.tensor(tokens)) == (1.0, 0.0)
+
+
 def test_open_questions_have_no_conflicts():
     for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please"):
         rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]

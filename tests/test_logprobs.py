@@ -203,13 +203,12 @@ def test_the_switch_forces_a_path(monkeypatch):
     whole = logprobs.token_logprobs_reference
     monkeypatch.setattr(logprobs, "token_logprobs_reference",
                         lambda *args: called.append(1) or whole(*args))
-    for options in ({"kernel": "reference"}, {"reference": True}):
-        token_logprobs(hidden, head, targets, **options)
-    assert len(called) == 2
+    token_logprobs(hidden, head, targets, kernel="reference")
+    assert len(called) == 1
     token_logprobs(hidden, head, targets, kernel="torch")
     monkeypatch.setattr(logprobs, "KERNEL", "reference")
     token_logprobs(hidden, head, targets)
-    assert len(called) == 3
+    assert len(called) == 2
     with pytest.raises(ValueError, match="one of auto, torch, triton, reference"):
         token_logprobs(hidden, head, targets, kernel="cuda")
     with pytest.raises(ValueError, match=r"not for torch.float32 on cpu"):
@@ -244,8 +243,20 @@ def test_weights_may_be_decided_after_the_forward():
 
 def test_shapes_that_do_not_match_are_refused():
     hidden, head, targets = problem(5, 31)
-    with pytest.raises(ValueError, match=r"hidden \(5, 23\) and head \(31, 24\)"):
+    with pytest.raises(ValueError, match=r"hidden \(5, 23\), head \(31, 24\)"):
         token_logprobs(hidden[:, :-1], head, targets)
+    for wrong in (targets[:-1], targets[:1], targets[:, None]):
+        with pytest.raises(ValueError, match="do not match"):
+            token_logprobs(hidden, head, wrong)
+
+
+def test_second_derivatives_are_refused_and_not_wrong():
+    hidden, head, targets = problem(5, 31)
+    hidden.requires_grad_()
+    loss = token_logprobs(hidden, head, targets, kernel="torch").pow(2).sum()
+    gradient, = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.pow(2).sum().backward()
 
 
 # --- packed rows ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from conftest import make_llama, make_rows, write_rows
 
 import batches
 import logprobs
+import ranking
 from batches import mean_losses, row_losses
 from data import tokens
 from ranking import auroc, kept_by, label_metrics, print_label_table, ranking_metrics
@@ -165,6 +166,17 @@ def test_precision_and_recall_do_not_depend_on_the_files_order():
         order = torch.randperm(7, generator=torch.Generator().manual_seed(seed)).tolist()
         assert ranking_metrics(*([values[i] for i in order] for values in (
             scores, bad, kinds))) == pytest.approx(expected)
+
+
+def test_another_turn_is_the_reason_whatever_the_model_says(monkeypatch):
+    """What the text proves comes before a detector's guess; a near-duplicate does not."""
+    monkeypatch.setattr(ranking.detect, "surprises", lambda *args: {})
+    monkeypatch.setattr(ranking.detect, "judge", lambda *args: (
+        torch.tensor([3.0, 2.0, 4.0, 1.0]), torch.tensor([True, True, True, False]),
+        ["end", "end", "unclear", None]))
+    found = {"end": torch.zeros(4).double(), "length": torch.ones(4)}
+    _, reason, _ = ranking.verdicts(found, None, {}, ["turn", "duplicate", "duplicate", "conflict"])
+    assert reason == ["turn", "end", "duplicate", "conflict"]
 
 
 def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):

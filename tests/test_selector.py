@@ -201,6 +201,18 @@ def test_step_leaves_no_graph_and_changes_no_input():
     assert torch.equal(losses, copy) and torch.equal(rows, torch.tensor([1, 2]))
 
 
+@pytest.mark.parametrize("rows", [[0, -1], [0, 11], [0], [], [[0, 1]], [True, False]])
+def test_rows_that_are_none_change_nothing(rows):
+    made = start(11)
+    before = made.weights().clone()
+    with pytest.raises(ValueError, match="an index a loss"):
+        made.step(torch.tensor(rows), torch.ones(2 if rows else 0), 1.0)
+    with pytest.raises(FloatingPointError, match="a gamma of nan"):
+        made.step(torch.tensor([0]), torch.ones(1), math.nan)
+    assert torch.equal(made.weights(), before)
+    assert made.last_losses.isnan().all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_changes_nothing(bad):
     made = start(11)

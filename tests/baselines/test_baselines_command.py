@@ -148,6 +148,7 @@ def test_every_method_runs_on_the_toy(rank):
     ("less", {"lr": 1e30, "warmup_fraction": 1, "batch": 2}, "not finite"),
     ("dsir", {"upper": "empty.jsonl"}, "upper: the source holds no rows"),
     ("loss", {"model": "nowhere/at/all"}, "no such folder"),
+    ("random", {"dsir_buckets": 7}, "--dsir-buckets: of dsir; random does not read it"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(rank, files, refused, tmp_path, monkeypatch,
                                                   method, options, said):

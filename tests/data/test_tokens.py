@@ -209,6 +209,12 @@ def test_chat_template(load, chat, head, middle, end):
     assert shown(rows, tok) == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧"  # the flag wins
 
 
+def test_chat_templates_that_print_the_date_print_one_date(load):
+    chat = "{{ strftime_now('%d %B %Y') }} {{ date_string }}" + CHATML
+    tok = make_tokenizer(bos=True, chat=chat)
+    assert shown(load(pairs(("what?", "x")), tok)[0], tok).startswith("26 July 2024 26 Jul 2024")
+
+
 def test_chat_template_without_end_of_turn_gets_eos(load):
     chat = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}")
@@ -541,16 +547,24 @@ def test_file_kinds_agree(load, tmp_path):
         load("bad")
 
 
-def test_folder_of_files(load, tmp_path):
+def test_folder_of_files(load, tmp_path, capsys):
     (tmp_path / "set" / "test").mkdir(parents=True)
     for name in ("train-00000.jsonl", "train-00001.jsonl", "test/part.jsonl", "trainer.jsonl"):
         (tmp_path / "set" / name).write_text(json.dumps(pairs((name, "x"))[0]))
     assert list(load("set")[0]["prompt"]) == ["train-00000.jsonl", "train-00001.jsonl"]
     assert list(load("set")[0]["row_id"]) == [0, 1]
+    assert "set: reads 2 of 4 files, not test/part.jsonl, trainer.jsonl\n" in (
+        capsys.readouterr().out)
     rows, report = load("set@test")
     assert list(rows["prompt"]) == ["test/part.jsonl"] and report["source"].endswith("set@test")
     with pytest.raises(UserError, match=r'set: no .*file of a split "dev" in this folder'):
         load("set@dev")
+    for name in ("training.jsonl", "testing.jsonl", "B.JSONL"):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / name).write_text(GOOD)
+    capsys.readouterr()
+    assert len(load("other")[0]) == 1
+    assert "other: reads 1 of 3 files, not B.JSONL, testing.jsonl\n" in capsys.readouterr().out
 
 
 def test_a_split_behind_a_file_is_refused(load, tmp_path):

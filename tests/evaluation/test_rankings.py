@@ -41,6 +41,9 @@ def test_keep_counts_what_is_kept_and_checks_ranks(tmp_path, capfd, refused):
         write_rows(path, [*rows[:4], rows[4] | {"rank": rank}])
         line = refused(lambda: front.main(["keep", str(path), "--keep-fraction", "0.5"]))
         assert f"ranking.jsonl line 5: the rank {json.dumps(rank)} is not a number" in line
+    write_rows(path, [*rows, rows[2]])
+    line = refused(lambda: front.main(["keep", str(path), "--keep-fraction", "0.5"]))
+    assert "ranking.jsonl line 9: row_id 2 stands in the file twice" in line
 
 
 def test_training_keeps_what_keep_kept(files, train, tmp_path):

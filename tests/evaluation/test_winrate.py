@@ -67,7 +67,7 @@ def test_rate_command(tmp_path, capfd, refused):
     for name, words in (("b.jsonl", "generator_2"), ("none.json", "no such file")):
         assert words in refused(lambda name=name: run_winrate(["rate", str(tmp_path / name)]))
     (tmp_path / "c.json").write_text(json.dumps([*rows, rows[0] | {"preference": "x"}]))
-    assert "row 5: 'preference' must be a number or null, not \"x\"" in refused(
+    assert "row 5: 'preference' must be null or a number from 1 to 2, not \"x\"" in refused(
         lambda: run_winrate(["rate", str(tmp_path / "c.json")]))
     (tmp_path / "d.json").write_text(json.dumps([rows[0] | {"generator_2": ["m"]}]))
     assert "row 1: 'generator_2' must be text" in refused(
