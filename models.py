@@ -162,6 +162,14 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 
 # --- LoRA -----------------------------------------------------------------------------------------
 
+def find_adapter(name):
+    """`UserError` unless a folder holds an adapter; a hub name is looked up. Nothing is loaded."""
+    if not os.path.exists(name) and not name.startswith((".", "/", "~")) and name.count("/") < 2:
+        hub_answers("model_info", name, "adapter")
+    elif not os.path.exists(os.path.join(name, "adapter_config.json")):
+        raise UserError(f"{name}: not a LoRA adapter for this model (no adapter_config.json)")
+
+
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
 
@@ -193,8 +201,8 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
             task_type="CAUSAL_LM"))
     config = model.peft_config["default"]
     # What is trained and no LoRA matrix would be in no checkpoint; PiSSA and OLoRA change the base.
-    if (config.peft_type != "LORA" or config.use_dora or config.lora_alpha <= 0
-            or config.init_lora_weights not in (True, False, "gaussian")
+    if (config.peft_type != "LORA" or config.use_dora or config.bias != "none"
+            or config.lora_alpha <= 0 or config.init_lora_weights not in (True, False, "gaussian")
             or any(p.requires_grad and "lora_" not in name
                    for name, p in model.named_parameters())):
         raise UserError(f"{adapter}: only plain LoRA adapters are trained further (no DoRA, PiSSA, "

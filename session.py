@@ -69,7 +69,9 @@ def plan(args):
         raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the {run.num_rows} "
                         "lower rows")
     hidden = config.get_text_config().hidden_size
-    if args.adapter is None and args.lora_rank > hidden:
+    if args.adapter:
+        models.find_adapter(args.adapter)
+    elif args.lora_rank > hidden:
         raise UserError(f"--lora-rank {args.lora_rank}: the model's hidden size is {hidden}; a "
                         "larger rank adds nothing")
     print_plan(run)

@@ -334,7 +334,8 @@ def test_weights_that_are_not_finite(bad, broken):
 
 
 def test_broken_adapters(bad, tmp_path, adapters):
-    bad("none: not a LoRA adapter|no such", adapter=tmp_path / "none")
+    for dry_run in (False, True):
+        bad("none: not a LoRA adapter", adapter=tmp_path / "none", dry_run=dry_run)
     short = copy_tree(adapters["llama"], tmp_path / "short")
     truncate(short / "adapter_model.safetensors")
     bad("short: not a LoRA adapter for this model", adapter=short)
