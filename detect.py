@@ -365,9 +365,9 @@ ALIKE = 0.9                    # share of equal minhashes from which two rows ar
 LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
-# A speaker whose line asks, or whom another answers.
+# A speaker whose line asks, is the last one and a sentence, or is answered by another.
 TURN = re.compile(r"\n[#*> \t]{0,9}(User|Human|Instruction|Question|Input|Q)\W{0,4}:("
-                  r"[^\n]{0,500}\?\s*(\n|$)|(?s:.{0,2000}?)\n[#*> \t]{0,9}"
+                  r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$|(?s:.{0,2000}?)\n[#*> \t]{0,9}"
                   r"(Assistant|AI|Bot|Answer|Response|Output|A)\W{0,4}:)")
 MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)[ \t]*\[INST\]|"
                   r"\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")

@@ -466,7 +466,8 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", True),
     ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
     ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False), ("x\nUser: id, name\nPost: id", False),
-    ("Letters:\nQ: heat in joules", False), ("roles\n\n**User:** a person\n**Group:** x", False),
+    ("Letters:\nQ: heat in joules", False), ("x\nUser: Name three rivers in Asia.", True),
+    ("roles\n\n**User:** a person\n**Group:** x", False),
     ("Wrap it in [INST] and [/INST].", False), ("x\nHuman: creative\nMachine: fast", False)])
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
