@@ -95,8 +95,7 @@ def parse_args(argv=None):
         if group.title in METHODS and group.title != args.method:
             for action in group._group_actions:
                 if getattr(args, action.dest) != parser.get_default(action.dest):
-                    raise UserError(f"{action.option_strings[0]}: of {group.title}; "
-                                    f"{args.method} does not read it")
+                    print(f"not read by {args.method}: {action.option_strings[0]}")
     check_args(args)
     check_out(args)
     return args

@@ -24,7 +24,6 @@ import json
 import random
 import re
 from collections import defaultdict
-from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from data.sources import find_parts, read_part
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 6  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 5  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -88,8 +87,7 @@ def chat_segments(messages, tokenizer, turns, place):
     """
     def render(count, prompt=False):
         return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=prompt, date_string=CHAT_DATE,
-            strftime_now=datetime.strptime(CHAT_DATE, "%d %b %Y").strftime)
+            messages[:count], tokenize=False, add_generation_prompt=prompt, date_string=CHAT_DATE)
 
     full, segments, done = render(len(messages)), [], 0
     for number, message in enumerate(messages):

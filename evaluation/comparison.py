@@ -106,18 +106,16 @@ def comparison_rows(runs):
     std over runs; low and high are the 95 % interval of the mean (Student's t), None for one run.
     """
     check_same_data(runs)
-    groups = {}
+    groups, folders = {}, set()
     for run in runs:
+        if (folder := os.path.realpath(run.folder)) in folders:
+            raise UserError(f"{run.folder}: named twice, and a seed counts once; leave one out")
+        folders.add(folder)
         key = json.dumps({k: v for k, v in vars(run.args).items() if k not in SAME_EXPERIMENT},
                          sort_keys=True)
         groups.setdefault(key, []).append(run)
     rows = []
     for members in groups.values():
-        seeds = {}
-        for run in members:
-            if (other := seeds.setdefault(run.args.seed, run)) is not run:
-                raise UserError(f"{other.folder} and {run.folder} are one run with one seed, and "
-                                "count once: leave one out")
         row = {"name": shared_name(members), "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):

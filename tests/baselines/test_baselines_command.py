@@ -148,7 +148,6 @@ def test_every_method_runs_on_the_toy(rank):
     ("less", {"lr": 1e30, "warmup_fraction": 1, "batch": 2}, "not finite"),
     ("dsir", {"upper": "empty.jsonl"}, "upper: the source holds no rows"),
     ("loss", {"model": "nowhere/at/all"}, "no such folder"),
-    ("random", {"dsir_buckets": 7}, "--dsir-buckets: of dsir; random does not read it"),
 ])
 def test_bad_input_is_one_line_and_leaves_nothing(rank, files, refused, tmp_path, monkeypatch,
                                                   method, options, said):
@@ -158,6 +157,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(rank, files, refused, tmp_path
     line = refused(lambda: rank(method, rows, **options))
     assert said in line
     assert not list(tmp_path.glob("*kept.jsonl")) and not list(tmp_path.glob(".*"))
+
+
+def test_flags_that_a_method_does_not_read_are_named(capsys, tmp_path):
+    command.parse_args(["random", "--dsir-buckets", "7", "--out", str(tmp_path / "kept.jsonl")])
+    command.parse_args(["dsir", "--dsir-buckets", "7", "--out", str(tmp_path / "kept.jsonl")])
+    assert capsys.readouterr().out == "not read by random: --dsir-buckets\n"
 
 
 def test_out_may_not_be_one_of_the_sources(rank, files, refused, tmp_path):

@@ -209,12 +209,6 @@ def test_chat_template(load, chat, head, middle, end):
     assert shown(rows, tok) == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧"  # the flag wins
 
 
-def test_chat_templates_that_print_the_date_print_one_date(load):
-    chat = "{{ strftime_now('%d %B %Y') }} {{ date_string }}" + CHATML
-    tok = make_tokenizer(bos=True, chat=chat)
-    assert shown(load(pairs(("what?", "x")), tok)[0], tok).startswith("26 July 2024 26 Jul 2024")
-
-
 def test_chat_template_without_end_of_turn_gets_eos(load):
     chat = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}")
