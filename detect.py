@@ -375,7 +375,8 @@ MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)[ \t]*
 OPEN = re.compile(r"\W*(write|generate|give|name|create|suggest|list|tell|compose|think of|provide|"
                   r"invent|pick|choose|make)( me| us)? (an?|some|any|two|three|four|five|\d+) |"
                   r".*\brandom\b", re.I)
-ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|interview|transcript|screenplay", re.I)
+ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
+                   r"transcript|screenplay", re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1

@@ -30,6 +30,11 @@ warnings.filterwarnings("ignore", message="Could not find a config file in")  # 
 
 # --- loading --------------------------------------------------------------------------------------
 
+def _is_path(name):
+    """Whether a name can be none of the hub's."""
+    return os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def _source(name):
     """What `from_pretrained` takes for a model's name, and its options: a GGUF file is one.
 
@@ -40,7 +45,7 @@ def _source(name):
         gguf_files.check_header(file)
         return str(file.parent), {"gguf_file": file.name}
     if not os.path.isdir(name):  # False for a name that is too long, where Path's own raises
-        if os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if _is_path(name):
             raise UserError(f"{name}: no such folder for the model, and no .gguf file")
         hub_answers("model_info", name, "model")
     return name, {}
@@ -164,7 +169,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 
 def find_adapter(name):
     """`UserError` unless a folder holds an adapter; a hub name is looked up. Nothing is loaded."""
-    if not os.path.exists(name) and not name.startswith((".", "/", "~")) and name.count("/") < 2:
+    if not _is_path(name):
         hub_answers("model_info", name, "adapter")
     elif not os.path.exists(os.path.join(name, "adapter_config.json")):
         raise UserError(f"{name}: not a LoRA adapter for this model (no adapter_config.json)")

@@ -473,7 +473,8 @@ def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
     assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
     marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
-    assert detect.text_reasons([("Write an FAQ.", answer)]) == ["turn" if marked else None]
+    for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
+        assert detect.text_reasons([(asked, answer)]) == ["turn" if marked else None]
 
 
 def test_long_runs_of_signs_take_no_time():
