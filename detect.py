@@ -45,7 +45,7 @@ Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman,
 
 Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
-nearly right. Markup, tables and indented code repeat themselves. A kind of fault that few rows have
+nearly right. Tables and indented code repeat themselves. A kind of fault that few rows have
 is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see who is flagged
 by length, language and code. Without trusted rows a loss or boilerplate that most rows share *is*
 the null. A row cut by a length limit has no end to judge.
@@ -377,6 +377,22 @@ OPEN = re.compile(r"\W*(write|generate|give|name|create|suggest|list|tell|compos
                   r".*\brandom\b", re.I)
 ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
                    r"transcript|screenplay", re.I)
+# Whole answers that answer nothing.
+EMPTY = re.compile(r"[^\w(]*(n/?a|null|nan|undefined|(todo|tbd)\b[^\n]{0,40}|lorem ipsum\b.*|"
+                   r"(no|not|without)\W?(any )?(output|input|answer|response|available|applicable|"
+                   r"provided|required)( \w+){0,3}|(insert|enter|type|add|put)\b[^\n]{0,40}\bhere|"
+                   r"(insert|your|the|my|an|example|sample)?\s?(answer|response|output|text)"
+                   r"( (goes|comes))?( here)?)\W*|[-.?\u2026_*]*", re.I | re.S)
+LINK = re.compile(r"((see|source|link|from|visit)\W*)?(https?://|www\.)\S+", re.I)
+PLACE = re.compile(r"link|url|web|site|http|www|find|source|where|address|domain|page|article|"
+                   r"video", re.I)
+# UTF-8 read as Latin-1 or Windows-1252, a byte that is no character, a control character.
+BROKEN = re.compile("[\u00c2\u00c3][\u0080-\u00bf\u0152-\u0192\u02c6-\u02dc\u2013-\u2122]|"
+                    "\u00e2[\u20ac\u0080]|\ufffd|\u00ef\u00bb\u00bf|[\0-\x08\x0b\x0c\x0e-\x1f]")
+MARKUP = re.compile(r"</?(div|span|p|br|td|tr|table|li|ul|ol|font|[bia]|strong|em|h\d|script|style)"
+                    r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|&(nbsp|amp|lt|gt|quot|#\d{1,5});|<!--", re.I)
+MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|javascript|script|mark(up|down)|code|site|"
+                    r"link|form\b|program|url|element|template|highlight|bold)|<|&\w+;", re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1
@@ -400,8 +416,27 @@ def minhashes(text):
     return ((values * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
 
 
+def debris(prompt, answer):
+    """"placeholder", "debris" or None: what a scrape or a template left of an answer; no model.
+
+    placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
+    debris: broken encoding, control characters or HTML. Neither where the question has the same or
+    may ask for it (`PLACE`, `MARKED`).
+    """
+    answer = answer.strip()
+    said = plain_words(answer)
+    if (EMPTY.fullmatch(answer) and not (said and said in plain_words(prompt))) or (
+            LINK.fullmatch(answer) and not PLACE.search(prompt)):
+        return "placeholder"
+    strange = (BROKEN.search(answer) and not BROKEN.search(prompt)) or (
+        MARKUP.search(answer) and "```" not in answer and not MARKED.search(prompt))
+    return "debris" if strange else None
+
+
 def text_reasons(rows):
-    """"duplicate", "turn", "conflict" or None of each of an iterable of (prompt, answer); no model.
+    """What the text alone says of each of an iterable of (prompt, answer), or None; no model.
+
+    placeholder, debris: see `debris`.
 
     duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
     CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
@@ -413,8 +448,10 @@ def text_reasons(rows):
     """
     seen, first, answers, reasons = {}, array("i"), {}, []
     for place, (prompt, answer) in enumerate(rows):
-        goes_on = MARK.search(answer) or (TURN.search(answer) and not (
-            DIALOGUE.match(answer) or ASKED.search(prompt)))
+        plainly = debris(prompt, answer)
+        if MARK.search(answer) or (TURN.search(answer) and not (
+                DIALOGUE.match(answer) or ASKED.search(prompt))):
+            plainly = "turn"
         last, prompt, answer = (plain_words(text) for text in (
             prompt.strip().rpartition("\n")[2], prompt, answer))
         words, key = WORD.findall(answer), zlib.crc32(answer.encode())
@@ -434,7 +471,7 @@ def text_reasons(rows):
                     if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
                         known.append(len(first))
                 first.extend(signature + end)
-        reasons.append("duplicate" if same else "turn" if goes_on else None)
+        reasons.append("duplicate" if same else plainly)
         count = math.inf if OPEN.match(prompt) else len(words)
         told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
     for told in answers.values():

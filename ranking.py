@@ -30,7 +30,8 @@ REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "g
            "slip": "odd in one place", "repetition": "repeating themselves",
            "echo": "copying the question", "guidance": "against the trusted rows",
            "duplicate": "repeating another row", "conflict": "in conflict with another answer",
-           "unclear": "for no clear reason", "turn": "going on with another turn"}
+           "unclear": "for no clear reason", "turn": "going on with another turn",
+           "placeholder": "left without an answer", "debris": "with markup or broken encoding"}
 EVIDENCE = ("end", "relevance", "fluency", "slip", "repetition", "copied", "news", "length", "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
@@ -341,7 +342,8 @@ def verdicts(found, trusted, made, text_reasons=()):
     surprise, flagged, reason = detect.judge(surprising, found, made)
     surprise, least = flagged_last(surprise, flagged)
     for place, text in enumerate(text_reasons):
-        if text == "turn" or (text and reason[place] in (None, "unclear")):  # a turn is no guess
+        # What a detector says of a duplicate or a conflict is worse; the others are no guess.
+        if text and (text not in ("duplicate", "conflict") or reason[place] in (None, "unclear")):
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
     return surprise, reason, notes
 

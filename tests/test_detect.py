@@ -461,7 +461,7 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Paris.<|im_start|>user\nAnd of Spain?", True), ("[INST] A river? [/INST] The Rhine", True),
     ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
     ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
-    ("Ask the user: is it on?", False), ("", False),
+    ("Ask the user: is it on?", False),
     ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
     ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", True),
     ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
@@ -477,9 +477,38 @@ def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
         assert detect.text_reasons([(asked, answer)]) == ["turn" if marked else None]
 
 
+@pytest.mark.parametrize("answer, reason", [
+    *((answer, "placeholder") for answer in (
+        "", " ", "N/A", "null.", "...", "<nooutput>", "No answer.", "[Insert output poster here]",
+        "TODO: write answer", "<your answer here>", "Lorem ipsum dolor sit amet, consectetur.",
+        "https://www.example.com/a?b=1", "See https://example.com.")),
+    *((answer, "debris") for answer in (
+        "9p3 = 9 \u00c3\u2014 8", "252 \u00e2\u20ac\u201c 152 = 100", "It\u00e2\x80\x99s so",
+        "caf\ufffd", "\ufeffHello".encode().decode("latin-1"), "a\x0bb", "<p>Paris</p>",
+        "one<br />two", "A&nbsp;b", "x<a href=\"#\" class=\"btn\">more</a>", "Paris <!-- end -->")),
+    *((answer, None) for answer in (
+        "None", "No.", "No one knows.", "Not much", "Text", "insert", "2 < 3 and b > a",
+        "AT&T; Q&A", "\U0001f608", ":-)", "S\u00c3O PAULO", "\u00c2ge et \u00e2me", "a <b and c>",
+        "Insert the key here, turn it to the right and wait until the engine runs.",
+        "Read https://example.com first", "```\n<p>a</p>\n```", "a\tb\r\nc"))])
+def test_what_a_scrape_or_a_template_left(answer, reason):
+    assert detect.text_reasons([("Is it text, or a picture?", answer)]) == [reason]
+    same = f"What does {answer} mean?" if answer.strip() else "Write an HTML page."
+    assert detect.text_reasons([(same, answer)]) == [None if answer.strip(" .") else reason]
+
+
+def test_a_question_may_ask_for_a_link_or_for_markup():
+    rows = [("Which website is it?", "https://example.com"),
+            ("Make a bold line in HTML", "<b>a</b>"),
+            ("Name the stages of information.", "<b>a</b>")]
+    assert detect.text_reasons(rows) == [None, None, "debris"]
+
+
 def test_long_runs_of_signs_take_no_time():
     started = time.process_time()
-    detect.text_reasons([("x", sign * 200_000) for sign in ("\n", "-", "\n- ", "a", "a ", ": ")])
+    detect.text_reasons([("x", sign * 200_000) for sign in (
+        "\n", "-", "\n- ", "a", "a ", ": ", "<p ", "<p =", "=", "&", "no ", "insert ",
+        "www.", "-.", "\u00c3")])
     assert time.process_time() - started < 6
 
 

@@ -168,15 +168,17 @@ def test_precision_and_recall_do_not_depend_on_the_files_order():
             scores, bad, kinds))) == pytest.approx(expected)
 
 
-def test_another_turn_is_the_reason_whatever_the_model_says(monkeypatch):
-    """What the text proves comes before a detector's guess; a near-duplicate does not."""
+def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch):
+    """It comes before a detector's guess, and its row among the flagged; a near-duplicate not."""
     monkeypatch.setattr(ranking.detect, "surprises", lambda *args: {})
     monkeypatch.setattr(ranking.detect, "judge", lambda *args: (
-        torch.tensor([3.0, 2.0, 4.0, 1.0]), torch.tensor([True, True, True, False]),
-        ["end", "end", "unclear", None]))
-    found = {"end": torch.zeros(4).double(), "length": torch.ones(4)}
-    _, reason, _ = ranking.verdicts(found, None, {}, ["turn", "duplicate", "duplicate", "conflict"])
-    assert reason == ["turn", "end", "duplicate", "conflict"]
+        torch.tensor([3.0, 2.0, 4.0, 1.0, 0.0, 1.5]), torch.tensor([True] * 3 + [False] * 3),
+        ["end", "end", "unclear", None, None, None]))
+    found = {"end": torch.zeros(6).double(), "length": torch.ones(6)}
+    surprise, reason, _ = ranking.verdicts(found, None, {}, [
+        "turn", "duplicate", "duplicate", "conflict", "placeholder", None])
+    assert reason == ["turn", "end", "duplicate", "conflict", "placeholder", None]
+    assert surprise.tolist() == [3.0, 2.0, 4.0, 2.0, 2.0, 1.5]
 
 
 def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):
