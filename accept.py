@@ -16,7 +16,7 @@ Trusted rows say which margins to believe, because their right answers are known
 gives the margins must not have trained on them. `search` asks the frozen base, which trained on
 none: its trials are trusted rows that train like all others. The other two ask the trained model:
 theirs are held-out rows, which no step reads. Trusted and held-out rows are each cut into two
-disjoint parts of at most PART questions:
+disjoint parts of at most FOUND and WRITTEN questions:
     calibrate  tries each way where the right answer is known: search with the answer of another
                row as the bad original, continue with the row's own cut short. The threshold is the
                smallest margin from which on PRECISION of the new answers are right and at most
@@ -54,7 +54,9 @@ RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
 SHORTLIST, QUESTIONS_AT_ONCE = 5, 64
-PART = 60  # trusted questions to calibrate with, and as many for the gate: 0 of 60 is at most 5 %
+# Questions to calibrate with, and as many for the gate: of 0 errors in 60 at most 5 % are left. A
+# trial of the search reads a few short rows, one of writing generates.
+FOUND, WRITTEN = 150, 60
 CLOSED = 32  # tokens, the end included
 ENOUGH = 16  # rows on which a way must have been tried
 SAMPLED = 8  # answers of which one may be right: what choosing among several could gain
@@ -64,15 +66,15 @@ REPAIRS = {"end": ("continue",), "relevance": ("search", "generate"),
            "unclear": ("search", "generate")}
 
 
-def trusted_parts(prompts):
+def trusted_parts(prompts, most):
     """(calibrate, gate): places of trusted rows, from a hash of each one's prompt.
 
-    Half of the prompts each, at most PART, and one row of each: two would count one answer twice.
+    Half of the prompts each, at most `most`, and one row of each: two would count one answer twice.
     The hashes decide, so the order of the file does not.
     """
     place = {prompt: n for n, prompt in reversed([*enumerate(prompts)])}  # its first row
     order = sorted(place)
-    size = min(PART, len(order) // 2)
+    size = min(most, len(order) // 2)
     return [sorted(place[prompt] for prompt in order[start:start + size]) for start in (0, size)]
 
 
@@ -443,7 +445,7 @@ def split_trusted(run):
     trained = {*prompt_overlap(held, rows), *prompt_overlap(held, run.levels.lower)}
     held = held.select([p for p, own in enumerate(held["row_id"][:]) if own not in trained])
     run.trusted, run.fresh = ([own.select(places) for places in trusted_parts(
-        own["prompt_hash"][:])] for own in (rows, held))
+        own["prompt_hash"][:], most)] for own, most in ((rows, FOUND), (held, WRITTEN)))
     count, fresh = len(run.trusted[0]), len(run.fresh[0])
     if count < ENOUGH:
         raise UserError(f"{name}: {len(rows)} trusted rows of {len(set(rows['prompt_hash'][:]))} "

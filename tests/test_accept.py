@@ -61,15 +61,15 @@ def tuned(folders, adapters):
 
 @pytest.mark.parametrize(("prompts", "size"), [(2, 1), (43, 21), (120, 60), (1000, 60)])
 def test_trusted_parts_are_disjoint(prompts, size):
-    """Half each, at most PART, in any order of the file; no prompt is in both, and one whose rows
+    """Half each, at most 60, in any order of the file; no prompt is in both, and one whose rows
     are several counts once, by its first."""
     names = [f"prompt {n}" for n in range(prompts)]
-    parts = accept.trusted_parts(names)
+    parts = accept.trusted_parts(names, 60)
     assert [*map(len, parts)] == [size] * 2 and not {*parts[0]} & {*parts[1]}
     assert {*itertools.chain(*parts)} <= {*range(prompts)}
-    doubled = accept.trusted_parts([*names, *names[::-1]])  # every prompt twice
+    doubled = accept.trusted_parts([*names, *names[::-1]], 60)  # every prompt twice
     assert doubled == parts
-    turned = accept.trusted_parts(names[::-1])
+    turned = accept.trusted_parts(names[::-1], 60)
     assert [{prompts - 1 - p for p in part} for part in turned] == [{*part} for part in parts]
 
 
@@ -635,15 +635,17 @@ def test_who_reads_which_trusted_rows(online, files, mask_of, monkeypatch):
     """Steps read trusted rows, and no held-out one. What the frozen base decides is tried on two
     parts of the trusted rows, what the trained model does on two parts of the held-out rows."""
     paths = files(lower=12, upper=130, heldout=130)
+    monkeypatch.setattr(accept, "FOUND", 60)
     tokenizer = make_tokenizer()
     prompts = {name: [tuple(tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"])
                       for row in read_rows(paths[name])] for name in paths}
     names = {}
-    for level in ("upper", "heldout"):
+    for level, most in (("upper", accept.FOUND), ("heldout", accept.WRITTEN)):
         names |= dict.fromkeys(prompts[level], f"{level}, other")
         names |= {prompts[level][p]: f"{level}, {name}" for name, part in zip(
             ("calibrate", "gate"), accept.trusted_parts(
-                [content_hash(row["prompt"]) for row in read_rows(paths[level])]), strict=True)
+                [content_hash(row["prompt"]) for row in read_rows(paths[level])], most),
+            strict=True)
             for p in part}
     seen, by = read_by(monkeypatch), {}
 

@@ -269,7 +269,7 @@ def test_other_rows_are_not_resumed(online, accepting, die_in, refused, change):
         rows[4]["kept"] = True
     else:
         said = "cannot resume: data upper was"
-        gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows])[1]
+        gate = accept.trusted_parts([content_hash(row["prompt"]) for row in rows], accept.FOUND)[1]
         rows[gate[0]]["response"] = "another answer"
     write_rows((paths | options)[change], rows)
     line = refused(lambda: online(paths, **options, resume=True))
