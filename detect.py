@@ -392,7 +392,8 @@ BROKEN = re.compile("[\u00c2\u00c3][\u0080-\u00bf\u0152-\u0192\u02c6-\u02dc\u201
 MARKUP = re.compile(r"</?(div|span|p|br|td|tr|table|li|ul|ol|font|[bia]|strong|em|h\d|script|style)"
                     r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|&(nbsp|amp|lt|gt|quot|#\d{1,5});|<!--", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|javascript|script|mark(up|down)|code|site|"
-                    r"link|form\b|program|url|element|template|highlight|bold)|<|&\w+;", re.I)
+                    r"link|form\b|program|url|element|template|highlight|bold|font|format)|<|&\w+;",
+                    re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
 _PRIME = 2**31 - 1
