@@ -40,11 +40,11 @@ from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
 from data.sets import prompt_overlap
 from data.tokens import response_text
-from detect import WORD
 from generate import generate
 from ranking import blank_prompt, end_ids, last_turn
 from runtime import folder
 from runtime.processes import share_list
+from text_reasons import WORD
 from utils import UserError, table
 
 # ruff: isort: split

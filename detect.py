@@ -41,7 +41,7 @@ arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "To
 et al. 2025, 2502.01968) scores tokens. Empirical null: Efron, JASA 99 (2004). The share that made
 faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Odds: the local false discovery rate of
 Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
-(2006). Flags: Benjamini and Hochberg 1995. Minhash: Broder 1997.
+(2006). Flags: Benjamini and Hochberg 1995.
 
 Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
@@ -54,10 +54,6 @@ Plain tensors and lists, float64; imports nothing of the project and can be copi
 """
 
 import math
-import operator
-import re
-import zlib
-from array import array
 
 import torch
 
@@ -173,23 +169,29 @@ def good_side(values, name=None):
     return back(torch.cat([below, 2 * middle - below]))
 
 
+def enough(values):
+    """Whether (n,) values are LEAST or more and no copies: half as many differ by a thousandth."""
+    signs = (values.abs().clamp_min(1e-9).log() * 1000).round().unique()
+    return len(values) >= LEAST and len(signs) >= LEAST // 2
+
+
 def surprise(values, null):
     """-ln p of values (N,) among good rows' values, the null (n,); NaN values give 0.
 
     p is the share of the null at or above a value, by (1 + count) / (1 + n). Beyond the null's
     worst tenth, p = 0.1 exp(-(value - q) / s) with q its 90 % point and s the mean excess: an
-    exponential tail, so that values beyond every null row still differ. Fewer than LEAST null rows
-    have no tail to fit.
+    exponential tail, so that values beyond every null row still differ. Of too few null rows, or of
+    copies of one, there is no tail to fit.
     """
     null = null[~null.isnan()].sort().values
     known = values.nan_to_num(-math.inf)
     above = len(null) - torch.searchsorted(null, known, right=False)
     found = -((1 + above.double()) / (1 + len(null))).log()
-    if len(null) < LEAST:
-        return found
-    point = torch.quantile(null, 1 - TAIL)
+    point = torch.quantile(null, 1 - TAIL) if len(null) else math.inf
     excess = null[null > point] - point
-    scale = max(float(excess.mean()) if len(excess) else 0.0, 1e-9)
+    if not enough(null) or not len(excess):
+        return found
+    scale = float(excess.mean())
     tail = -math.log(TAIL) + (known - point) / scale
     return torch.where(known > point, tail, found)
 
@@ -277,9 +279,9 @@ def surprises(found, trusted=None, made=None, names=None):
             own = surprise(values, good_side(null, name) if name == "end" else null)
         else:
             own = banded_surprise(values, found["length"], name=name, usual=usual)
-        if trusted is not None and name in trusted and len(trusted["length"]) >= LEAST:
-            own = (own + banded_surprise(values, found["length"], scaled(name, trusted),
-                                         trusted["length"])) / 2
+        known = scaled(name, trusted) if trusted is not None and name in trusted else values[:0]
+        if enough(known[~known.isnan()]):
+            own = (own + banded_surprise(values, found["length"], known, trusted["length"])) / 2
         surprising[name] = own
     return {name: surprising[name] for name in names}
 
@@ -354,135 +356,3 @@ def _reason(row):
         return "fluency"
     close = len(ordered) > 1 and row[ordered[0]] - row[ordered[1]] < MARGIN
     return "unclear" if close else ordered[0]
-
-
-# --- texts alone ----------------------------------------------------------------------------------
-
-HASHES, ROWS_PER_BAND = 128, 16  # minhashes of a row, in bands; fewer are too rough
-SHINGLE = 5                    # words
-MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
-ALIKE = 0.9                    # share of equal minhashes from which two rows are the same
-LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
-WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
-CLOSED = 12                    # words: at most so many make an answer that can contradict another
-# A speaker whose line asks, is the last one and a sentence, or is answered by another.
-TURN = re.compile(r"\n[#*> \t]{0,9}(User|Human|Instruction|Question|Input|Q)\W{0,4}:("
-                  r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$|(?s:.{0,2000}?)\n[#*> \t]{0,9}"
-                  r"(Assistant|AI|Bot|Answer|Response|Output|A)\W{0,4}:)")
-MARK = re.compile(r"<\|(im_start|user|start_|endoftext\|>\s*\S)|(^|\n|<s>)[ \t]*\[INST\]|"
-                  r"\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
-# A question with many right answers: "name a fruit".
-OPEN = re.compile(r"\W*(write|generate|give|name|create|suggest|list|tell|compose|think of|provide|"
-                  r"invent|pick|choose|make)( me| us)? (an?|some|any|two|three|four|five|\d+) |"
-                  r".*\brandom\b", re.I)
-ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
-                   r"transcript|screenplay", re.I)
-# Whole answers that answer nothing.
-EMPTY = re.compile(r"[^\w(]*(n/?a|null|nan|undefined|(todo|tbd)\b[^\n]{0,40}|lorem ipsum\b.*|"
-                   r"(no|not|without)\W?(any )?(output|input|answer|response|available|applicable|"
-                   r"provided|required)( \w+){0,3}|(insert|enter|type|add|put)\b[^\n]{0,40}\bhere|"
-                   r"(insert|your|the|my|an|example|sample)?\s?(answer|response|output|text)"
-                   r"( (goes|comes))?( here)?)\W*|[-.?\u2026_*]*", re.I | re.S)
-LINK = re.compile(r"((see|source|link|from|visit)\W*)?(https?://|www\.)\S+", re.I)
-PLACE = re.compile(r"link|url|web|site|http|www|find|source|where|address|domain|page|article|"
-                   r"video", re.I)
-# UTF-8 read as Latin-1 or Windows-1252, a byte that is no character, a control character.
-BROKEN = re.compile("[\u00c2\u00c3][\u0080-\u00bf\u0152-\u0192\u02c6-\u02dc\u2013-\u2122]|"
-                    "\u00e2[\u20ac\u0080]|\ufffd|\u00ef\u00bb\u00bf|[\0-\x08\x0b\x0c\x0e-\x1f]")
-MARKUP = re.compile(r"</?(div|span|p|br|td|tr|table|li|ul|ol|font|[bia]|strong|em|h\d|script|style)"
-                    r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|&(nbsp|amp|lt|gt|quot|#\d{1,5});|<!--", re.I)
-MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|javascript|script|mark(up|down)|code|site|"
-                    r"link|form\b|program|url|element|template|highlight|bold|font|format)|<|&\w+;",
-                    re.I)
-NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
-DIALOGUE = re.compile(r"\W{0,9}\w+( \w+)?\W{0,9}:")
-_PRIME = 2**31 - 1
-_FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
-
-
-def plain_words(text):
-    """Words in lower case, without spacing and marks at either end; "2 + 5" is not "2 * 5"."""
-    return " ".join(text.casefold().split()).strip(" .!?:;,\"'")
-
-
-def minhashes(text):
-    """(HASHES,) int64: the smallest hash of a text's shingles, under HASHES hash functions.
-
-    Two texts share each of them with probability |A and B| / |A or B| of their shingles.
-    """
-    words = text.split()
-    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode()) % _PRIME
-                for i in range(max(1, len(words) - SHINGLE + 1))}
-    values = torch.tensor(sorted(shingles), dtype=torch.int64)[:, None]
-    return ((values * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
-
-
-def debris(prompt, answer):
-    """"placeholder", "debris" or None: what a scrape or a template left of an answer; no model.
-
-    placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
-    debris: broken encoding, control characters or HTML. Neither where the question has the same or
-    may ask for it (`PLACE`, `MARKED`).
-    """
-    answer = answer.strip()
-    said = plain_words(answer)
-    if (EMPTY.fullmatch(answer) and not (said and said in plain_words(prompt))) or (
-            LINK.fullmatch(answer) and not PLACE.search(prompt)):
-        return "placeholder"
-    strange = (BROKEN.search(answer) and not BROKEN.search(prompt)) or (
-        MARKUP.search(answer) and "```" not in answer and not MARKED.search(prompt))
-    return "debris" if strange else None
-
-
-def text_reasons(rows):
-    """What the text alone says of each of an iterable of (prompt, answer), or None; no model.
-
-    placeholder, debris: see `debris`.
-
-    duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
-    CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
-    turn: another question (`TURN`) in an answer that is no dialogue, asked for or from its start.
-    conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
-    or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
-    is right.
-    One pass, linear; what is kept of a row are its hashes, about 3 KB.
-    """
-    seen, first, answers, reasons = {}, array("i"), {}, []
-    for place, (prompt, answer) in enumerate(rows):
-        plainly = debris(prompt, answer)
-        if MARK.search(answer) or (TURN.search(answer) and not (
-                DIALOGUE.match(answer) or ASKED.search(prompt))):
-            plainly = "turn"
-        last, prompt, answer = (plain_words(text) for text in (
-            prompt.strip().rpartition("\n")[2], prompt, answer))
-        words, key = WORD.findall(answer), zlib.crc32(answer.encode())
-        told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
-        same = key in told
-        if not same and len(words) > CLOSED:
-            signature = minhashes(f"{prompt} \x1f {answer}").tolist()
-            end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
-            bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
-                     for band in range(0, HASHES, ROWS_PER_BAND)]
-            same = any(all(sum(map(operator.eq, first[start:start + HASHES], part))
-                           >= ALIKE * HASHES
-                           for start, part in ((other, signature), (other + HASHES, end)))
-                       for other in {other for band in bands for other in seen.get(band, ())})
-            if not same:
-                for band in bands:
-                    if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
-                        known.append(len(first))
-                first.extend(signature + end)
-        reasons.append("duplicate" if same else plainly)
-        count = math.inf if OPEN.match(prompt) else len(words)
-        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
-    for told in answers.values():
-        short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
-        for place, _, own in told.values() if len(told) > 1 else ():
-            if any(contradict({*own}, other) for other in short):
-                reasons[place] = reasons[place] or "conflict"
-    return reasons
-
-
-def contradict(words, others):
-    """Whether two answers, sets of words' hashes, each have a word of their own, or one a "not"."""
-    return bool((words - others and others - words) or (words ^ others) & NOT)

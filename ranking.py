@@ -15,6 +15,7 @@ from logprobs import token_logps
 from models import context_length
 from runtime.processes import all_sum, rank
 from selector import mean_ranks
+from text_reasons import text_reasons
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split
@@ -116,8 +117,6 @@ def kept_by(rows, file, others="do not train"):
             raise UserError(f"{file}: row_id {row_id} has hash {named}, the lower rows have {own}: "
                             "the ranking belongs to other data")
         kept.append(verdict)
-    if True not in kept:
-        raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
     if missing := sum(verdict for _, verdict in listed.values()):
         print(f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
               "not among the lower rows")
@@ -130,6 +129,8 @@ def kept_by(rows, file, others="do not train"):
 def rows_not_kept(rows, file):
     """(N,) bool: the rows that a ranking lists and does not keep, one at least; see `kept_by`."""
     kept = kept_by(rows, file, "train as they are")
+    if set(kept) == {False}:
+        raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
     if False not in kept:
         raise UserError(f"{file}: there is no row that it lists and does not keep")
     return torch.tensor([verdict is False for verdict in kept])
@@ -312,15 +313,15 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),
                            label="row tests, trusted rows")
-    texts = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
+    pairs = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
              for pair in zip(part["prompt"], part["response"], strict=True))
-    surprise, reason, notes = verdicts(found, trusted, made, detect.text_reasons(texts))
+    surprise, reason, notes = verdicts(found, trusted, made, text_reasons(pairs))
     return found | {"echo": detect.scaled("echo", found), "surprise": surprise,
                     "reason": torch.tensor([-1 if name is None else list(REASONS).index(name)
                                             for name in reason])}, notes
 
 
-def verdicts(found, trusted, made, text_reasons=()):
+def verdicts(found, trusted, made, by_text=()):
     """(surprise (N,), reason [N of REASONS or None], notes) from what `row_evidence` found.
 
     Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
@@ -341,7 +342,7 @@ def verdicts(found, trusted, made, text_reasons=()):
     surprising = detect.surprises(found, trusted, made, names)
     surprise, flagged, reason = detect.judge(surprising, found, made)
     surprise, least = flagged_last(surprise, flagged)
-    for place, text in enumerate(text_reasons):
+    for place, text in enumerate(by_text):
         # What a detector says of a duplicate or a conflict is worse; the others are no guess.
         if text and (text not in ("duplicate", "conflict") or reason[place] in (None, "unclear")):
             reason[place], surprise[place] = text, torch.maximum(surprise[place], least)
@@ -416,8 +417,8 @@ def first_look(tests, notes, rows):
     counts, worst = {}, collections.defaultdict(list)
     start = 0
     for part in rows.select_columns(["prompt", "response"]).iter(batch_size=10_000):
-        for place, texts in enumerate(zip(part["prompt"], part["response"], strict=True), start):
-            for group in groups_of(*texts, float(tests["length"][place])):
+        for place, pair in enumerate(zip(part["prompt"], part["response"], strict=True), start):
+            for group in groups_of(*pair, float(tests["length"][place])):
                 own = counts.setdefault(group, [group, 0, 0])
                 own[1] += 1
                 own[2] += reasons[place] is not None

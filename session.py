@@ -53,6 +53,8 @@ def plan(args):
     all_lower = levels.lower
     if getattr(args, "keep", None):
         kept = ranking.kept_by(levels.lower, args.keep)
+        if True not in kept:
+            raise UserError(f"{args.keep}: keeps none of the {len(kept)} lower rows")
         levels.lower = levels.lower.select([n for n, one in enumerate(kept) if one])
     run = SimpleNamespace(
         args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,

@@ -35,10 +35,10 @@ def rethreshold(source, fraction, out=None, by="weight"):
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
     source = ranking_of(source)
     out = Path(out) if out else source.with_name("kept.jsonl")
+    rows = read_ranking(source)
     if out.is_dir() or (out.exists() and out.samefile(source)):
         raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")
     check_output(out, source, source.parent)
-    rows = read_ranking(source)
     if by != "weight":
         rows = rerank(rows, source, by)
     limit = round(fraction * len(rows))

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import pytest
 import torch
@@ -263,6 +262,21 @@ def test_a_handful_of_trusted_rows_is_no_null():
     assert detect.surprise(values, torch.arange(20).double())[2] > 1e6
 
 
+def test_copies_of_one_row_are_no_null():
+    """Their values differ by rounding, and a tail as narrow made a thousand million nats."""
+    found, same = file_of(300, 1), file_of(1, 90)
+    copies = {name: values[torch.zeros(40, dtype=torch.long)] + 1e-7 * torch.arange(40)
+              for name, values in same.items()}
+    own = detect.surprises(found)
+    assert all(torch.equal(own[name], values) for name, values in detect.surprises(
+        found, copies).items())
+    doubled = {name: torch.cat([values[:100], values[:1].expand(150)])
+               for name, values in found.items()}
+    assert all(values.max() < 200 for values in detect.surprises(doubled).values())
+    counts = detect.surprise(torch.tensor([1.0, 2.0, 3.0]).double(), torch.ones(20).double())
+    assert counts.exp().tolist() == pytest.approx([1, 21, 21])
+
+
 def test_without_an_end_a_row_is_not_judged_by_it():
     found = file_of(500, 3)
     found["end"][:100] = math.nan
@@ -375,160 +389,7 @@ def test_the_reason_is_the_winner_if_it_wins_clearly():
         "end", "unclear", "fluency", "relevance", "unclear"]
 
 
-# --- texts ----------------------------------------------------------------------------------------
-
-def test_duplicates_and_conflicts():
-    long = " ".join(f"word{n}" for n in range(60))
-    rows = [("What is the capital of France?", "Paris."), ("Tell me a story", long),
-            ("what is the capital of  france", "paris"), ("Tell me a story", long + " indeed"),
-            ("What is the capital of France?", "It is London."), ("Another", "Paris."),
-            ("Tell me a story", " ".join(f"other{n}" for n in range(60)))]
-    assert detect.text_reasons(rows) == [
-        "conflict", None, "duplicate", "duplicate", "conflict", None, None]
-
-
-def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
-    sums = [(f"What is {a} {sign} {b}?", str(value)) for a in range(2, 6) for b in range(2, 6)
-            for sign, value in (("+", a + b), ("-", a - b), ("*", a * b))]
-    assert detect.text_reasons(sums) == [None] * 48
-    names = [("Who made C?", "Ritchie"), ("Who made C++?", "Stroustrup"), ("And C#?", "Hejlsberg")]
-    assert detect.text_reasons(names) == [None] * 3
-    passage = " ".join(f"word{n}" for n in range(120))
-    asked = [(f"{passage}\nWhich word is number {n} of the passage?", f"word{n}") for n in range(6)]
-    assert detect.text_reasons(asked) == [None] * 6
-    assert detect.text_reasons([*asked, asked[4]])[6] == "duplicate"
-
-
-def test_a_long_instruction_before_each_question_makes_no_duplicates():
-    draw = random.Random(0)
-    instruction = " ".join(f"word{n}" for n in range(70))
-    reviews = [" ".join(f"review{draw.randrange(500)}" for _ in range(10)) for _ in range(200)]
-    rows = [(f"{instruction} {text}", ("positive", "negative")[n % 2])
-            for n, text in enumerate(reviews)]
-    assert detect.text_reasons(rows) == [None] * 200
-    assert detect.text_reasons([*rows, (f"{instruction} {reviews[7]}", "Negative.")])[200:] == [
-        "duplicate"]
-    asked = [(f"{instruction}\nQuestion: {text}?\nAnswer (yes or no):", ("yes", "no")[n % 2])
-             for n, text in enumerate(reviews)]  # a fixed last line
-    assert detect.text_reasons(asked) == [None] * 200
-
-
 def test_tokens_may_be_a_tensor():
     tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     assert detect.repetition(torch.tensor(tokens)) == detect.repetition(tokens) > 0
     assert detect.copied(torch.tensor(tokens), torch.tensor(tokens)) == (1.0, 0.0)
-
-
-def test_open_questions_have_no_conflicts():
-    for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please"):
-        rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
-        assert detect.text_reasons(rows) == [None, None, "duplicate"]
-    for question in ("Name the red fruit", "Is a tomato a fruit?"):
-        assert detect.text_reasons([(question, "Yes"), (question, "No")]) == ["conflict"] * 2
-
-
-def test_answers_that_agree_are_no_conflict():
-    def told(*answers):
-        return detect.text_reasons([("What is the capital?", answer) for answer in answers])
-
-    assert told("Paris", "The capital city is Paris.", "paris, the capital") == [None] * 3
-    assert told("Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
-    assert told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
-
-
-def test_nearly_the_same_long_answers_are_duplicates():
-    """One word in 150 is another: nine of ten are found."""
-    draw, found = random.Random(1), 0
-    for _ in range(40):
-        words = [f"word{draw.randrange(10**6)}" for _ in range(150)]
-        other = [*words]
-        other[draw.randrange(150)] = "another"
-        found += detect.text_reasons([("Tell me", " ".join(words)), ("Tell me", " ".join(other))])[
-            1] == "duplicate"
-    assert found >= 36
-
-
-def test_letters_are_words_where_a_script_has_no_spaces():
-    both = [("東京について教えて", "東京は日本の首都であり、世界でも有数の大都市です。"),
-            ("東京について教えて", "千葉の隣にある都市で、人口が多いです。")]
-    assert detect.text_reasons(both) == [None, None]
-    assert detect.text_reasons([("首都は?", "東京"), ("首都は?", "京都")]) == ["conflict"] * 2
-
-
-@pytest.mark.parametrize(("answer", "goes_on"), [
-    ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
-    ("It is Paris.\n### Instruction:\nName a river.", True), ("Paris\n\n**Q**: Why?", True),
-    ("Paris.<|im_start|>user\nAnd of Spain?", True), ("[INST] A river? [/INST] The Rhine", True),
-    ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
-    ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
-    ("Ask the user: is it on?", False),
-    ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
-    ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", True),
-    ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
-    ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False), ("x\nUser: id, name\nPost: id", False),
-    ("Letters:\nQ: heat in joules", False), ("x\nUser: Name three rivers in Asia.", True),
-    ("roles\n\n**User:** a person\n**Group:** x", False),
-    ("Wrap it in [INST] and [/INST].", False), ("x\nHuman: creative\nMachine: fast", False)])
-def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
-    assert detect.text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
-    assert detect.text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
-    marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
-    for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
-        assert detect.text_reasons([(asked, answer)]) == ["turn" if marked else None]
-
-
-@pytest.mark.parametrize("answer, reason", [
-    *((answer, "placeholder") for answer in (
-        "", " ", "N/A", "null.", "...", "<nooutput>", "No answer.", "[Insert output poster here]",
-        "TODO: write answer", "<your answer here>", "Lorem ipsum dolor sit amet, consectetur.",
-        "https://www.example.com/a?b=1", "See https://example.com.")),
-    *((answer, "debris") for answer in (
-        "9p3 = 9 \u00c3\u2014 8", "252 \u00e2\u20ac\u201c 152 = 100", "It\u00e2\x80\x99s so",
-        "caf\ufffd", "\ufeffHello".encode().decode("latin-1"), "a\x0bb", "<p>Paris</p>",
-        "one<br />two", "A&nbsp;b", "x<a href=\"#\" class=\"btn\">more</a>", "Paris <!-- end -->")),
-    *((answer, None) for answer in (
-        "None", "No.", "No one knows.", "Not much", "Text", "insert", "2 < 3 and b > a",
-        "AT&T; Q&A", "\U0001f608", ":-)", "S\u00c3O PAULO", "\u00c2ge et \u00e2me", "a <b and c>",
-        "Insert the key here, turn it to the right and wait until the engine runs.",
-        "Read https://example.com first", "```\n<p>a</p>\n```", "a\tb\r\nc"))])
-def test_what_a_scrape_or_a_template_left(answer, reason):
-    assert detect.text_reasons([("Is it text, or a picture?", answer)]) == [reason]
-    same = f"What does {answer} mean?" if answer.strip() else "Write an HTML page."
-    assert detect.text_reasons([(same, answer)]) == [None if answer.strip(" .") else reason]
-
-
-def test_a_question_may_ask_for_a_link_or_for_markup():
-    rows = [("Which website is it?", "https://example.com"),
-            ("Make a bold line in HTML", "<b>a</b>"),
-            ("Name the stages of information.", "<b>a</b>")]
-    assert detect.text_reasons(rows) == [None, None, "debris"]
-
-
-def test_long_runs_of_signs_take_no_time():
-    started = time.process_time()
-    detect.text_reasons([("x", sign * 200_000) for sign in (
-        "\n", "-", "\n- ", "a", "a ", ": ", "<p ", "<p =", "=", "&", "no ", "insert ",
-        "www.", "-.", "\u00c3")])
-    assert time.process_time() - started < 6
-
-
-def test_minhashes_share_as_many_as_the_shingles_do():
-    rng, errors = random.Random(0), []
-    for _ in range(60):
-        words = [str(rng.randrange(10**6)) for _ in range(200)]
-        other = words[:rng.randint(20, 200)]
-        sets = [{" ".join(w[i:i + 5]) for i in range(len(w) - 4)} for w in (words, other)]
-        jaccard = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
-        same = (detect.minhashes(" ".join(words)) == detect.minhashes(" ".join(other)))
-        errors.append(float(same.double().mean()) - jaccard)
-    assert abs(sum(errors) / 60) < 0.05 and max(map(abs, errors)) < 0.5
-
-
-def test_many_rows_take_seconds():
-    rng = random.Random(1)
-    words = [str(n) for n in range(3000)]
-    rows = [(" ".join(rng.choices(words, k=10)), " ".join(rng.choices(words, k=60)))
-            for _ in range(2000)]
-    started = time.process_time()
-    assert detect.text_reasons([*rows, rows[5]]) == [None] * 2000 + ["duplicate"]
-    assert time.process_time() - started < 6  # 100,000 rows in 5 minutes at most

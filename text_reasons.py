@@ -1,0 +1,183 @@
+"""What the text of a row alone shows to be bad: no model, one pass over the rows, linear.
+
+    placeholder   nothing is answered: "N/A", "<nooutput>", "[insert text here]", a link alone
+    debris        broken encoding, or HTML in prose
+    turn          the answer goes on with another question
+    duplicate     the row repeats an earlier one, nearly (Minhash: Broder 1997)
+    conflict      one question has two short answers that differ
+
+Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
+where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
+garbled text, of languages other than English, and of answers that are wrong they know nothing.
+Strings in, lists out; imports nothing of the project and can be copied as one file.
+"""
+
+import math
+import operator
+import re
+import zlib
+from array import array
+
+import torch
+
+HASHES, ROWS_PER_BAND = 128, 16  # minhashes of a row, in bands; fewer are too rough
+SHINGLE = 5                    # words
+SHINGLES_AT_ONCE = 10_000      # hashed together: 10 MB
+MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
+ALIKE = 0.9                    # share of equal minhashes from which two rows are the same
+LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
+WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
+CLOSED = 12                    # words: at most so many make an answer that can contradict another
+# A line that begins with one who asks; it asks, or is the last one and a sentence.
+SPEAKER = re.compile(r"\n[#*> \t]{0,9}(User|USER|Human|Instruction|Question|Input|Q)\W{0,4}"
+                     r"[:\uff1a]")
+ASKING = re.compile(r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$")
+REPLY = re.compile(r"\n[#*> \t]{0,9}(Assistant|ASSISTANT|AI|Bot|Answer|Response|Output|A)\W{0,4}"
+                   r"[:\uff1a]")
+MARK = re.compile(r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
+                  r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
+# A question with many right answers: "name a fruit".
+OPEN = re.compile(r"\W*(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|create|"
+                  r"suggest|list|tell|compose|think of|provide|invent|pick|choose|make|craft)( me| "
+                  r"us)? (an?|some|any|two|three|four|five|\d+) |(paraphrase|rephrase|rewrite|"
+                  r"reword|translate|summari[sz]e|h(i|ello|ey)|how are you)\b|.*\brandom\b)", re.I)
+# Questions that ask for several turns, or for how turns are written.
+ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
+                   r"transcript|screenplay|quiz|flashcard|trivia|exercise|\bchat|few-shot|"
+                   r"function|program|algorithm|\bcode\b|python", re.I)
+WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
+DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
+# Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
+EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
+                   r"no (answer|response)( (provided|available|given))?)\W*|"
+                   r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
+                   r"blank|deleted|removed|(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*"
+                   r"[\]>)}]{1,2}|"
+                   r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
+                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|lorem ipsum\b.*|"
+                   r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I | re.S)
+LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
+                  r"(\s+(https?://|www\.)\S+)*", re.I)
+PLACE = re.compile(r"link|url|web|site|http|www|find|source|where|address|domain|page|article|"
+                   r"video|host|doc|repo|refer|cit(e|ation)|contact|resource|placeholder|dummy",
+                   re.I)
+# UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
+BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
+LIKE_UTF8 = re.compile("[\xc2-\xdb][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|\xf0[\x80-\xbf]{3}")
+CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
+MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
+                    r"img|hr|su[bp]|body|html|iframe|center|blockquote)(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|"
+                    r"</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|&(nbsp|amp|[lg]t|quot|apos|"
+                    r"[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5});", re.I)
+MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
+                    r"site|link|form\b|program|function|url|element|template|highlight|bold|font|"
+                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|<|&#?\w+;",
+                    re.I)
+NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
+_PRIME = 2**31 - 1
+_FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
+
+
+def plain_words(text):
+    """Words in lower case, without spacing and marks at either end; "2 + 5" is not "2 * 5"."""
+    return " ".join(text.casefold().split()).strip(" .!?:;,\"'")
+
+
+def minhashes(text):
+    """(HASHES,) int64: the smallest hash of a text's shingles, under HASHES hash functions.
+
+    Two texts share each of them with probability |A and B| / |A or B| of their shingles.
+    """
+    words = text.split()
+    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode()) % _PRIME
+                for i in range(max(1, len(words) - SHINGLE + 1))}
+    values = torch.tensor(sorted(shingles), dtype=torch.int64)[:, None]
+    return torch.stack([((part * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
+                        for part in values.split(SHINGLES_AT_ONCE)]).amin(dim=0)
+
+
+def broken(text):
+    """Whether a text's encoding is broken: a stray control, or bytes of UTF-8 read one by one.
+
+    One letter of two bytes may be a capital before a quotation mark; a sign of three is none.
+    """
+    found = LIKE_UTF8.findall(text.translate(BYTES))
+    return bool(CONTROL.search(text)) or sum(1 + (run[0] in "\xe2\xef\xf0") for run in found) > 1
+
+
+def debris(prompt, answer):
+    """"placeholder", "debris" or None: what a scrape or a template left of an answer; no model.
+
+    placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
+    debris: broken encoding, or HTML in prose. Neither where the question has the same or may ask
+    for it (`PLACE`, `MARKED`).
+    """
+    answer = answer.strip()
+    if not answer or (not PLACE.search(prompt) and answer.casefold() not in prompt.casefold() and (
+            EMPTY.fullmatch(answer) or LINK.fullmatch(answer))):
+        return "placeholder"
+    stray = (MARKUP.search(answer) and not MARKED.search(prompt)
+             and "```" not in answer and "|" not in answer)  # <br> in a table's cell
+    return "debris" if stray or (broken(answer) and not broken(prompt)) else None
+
+
+def another_turn(prompt, answer):
+    """Whether an answer goes on with another question, and is no dialogue that was asked for."""
+    if MARK.search(answer):
+        return not WRITTEN.search(prompt)
+    speaker = SPEAKER.search(answer)
+    if not speaker or DIALOGUE.match(answer) or ASKED.search(prompt) or WRITTEN.search(prompt):
+        return False
+    return any(ASKING.match(answer, found.end()) for found in SPEAKER.finditer(answer)) or bool(
+        REPLY.search(answer, speaker.end()))
+
+
+def text_reasons(rows):
+    """What the text alone says of each of an iterable of (prompt, answer), or None; no model.
+
+    placeholder, debris: see `debris`.
+
+    duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
+    CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
+    turn: see `another_turn`.
+    conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
+    or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
+    is right.
+    One pass, linear; what is kept of a row are its hashes, about 3 KB.
+    """
+    seen, first, answers, reasons = {}, array("i"), {}, []
+    for place, (prompt, answer) in enumerate(rows):
+        plainly = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
+        last, prompt, answer = (plain_words(text) for text in (
+            prompt.strip().rpartition("\n")[2], prompt, answer))
+        words, key = WORD.findall(answer), zlib.crc32(answer.encode())
+        told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
+        same = key in told
+        if not same and len(words) > CLOSED:
+            signature = minhashes(f"{prompt} \x1f {answer}").tolist()
+            end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
+            bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
+                     for band in range(0, HASHES, ROWS_PER_BAND)]
+            same = any(all(sum(map(operator.eq, first[start:start + HASHES], part))
+                           >= ALIKE * HASHES
+                           for start, part in ((other, signature), (other + HASHES, end)))
+                       for other in {other for band in bands for other in seen.get(band, ())})
+            if not same:
+                for band in bands:
+                    if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
+                        known.append(len(first))
+                first.extend(signature + end)
+        reasons.append("duplicate" if same else plainly)
+        count = math.inf if OPEN.match(prompt) or OPEN.match(last) else len(words)
+        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
+    for told in answers.values():
+        short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
+        for place, _, own in told.values() if len(told) > 1 else ():
+            if any(contradict({*own}, other) for other in short):
+                reasons[place] = reasons[place] or "conflict"
+    return reasons
+
+
+def contradict(words, others):
+    """Whether two answers, sets of words' hashes, each have a word of their own, or one a "not"."""
+    return bool((words - others and others - words) or (words ^ others) & NOT)
