@@ -74,6 +74,12 @@ def take(rows, indices):
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
+def each_row(rows, *columns):
+    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
+    for part in rows.select_columns([*columns]).iter(batch_size=10_000):
+        yield from zip(*(part[name] for name in columns), strict=True)
+
+
 def sequences(rows):
     """The token sequences of rows: a pair gives its chosen and then its rejected one."""
     return [side for row in rows for side in (

@@ -12,10 +12,8 @@ That bounds how often a good answer would be replaced (the false-replacement rat
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
-import pyarrow.compute
-
 import models
-from batches import answer_row, prompt_of, response_of, row_losses
+from batches import answer_row, each_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import longest_prompt
 from data.tokens import LABELS, response_text
@@ -34,13 +32,10 @@ QUANTILE = 0.95
 
 def end_tokens(rows, tokenizer):
     """Tokens that end an answer: EOS, and the last token of a complete row (a chat's turn end)."""
-    ends, start = {tokenizer.eos_token_id}, 0
-    for part in rows.select_columns(["complete"]).with_format("arrow").iter(batch_size=10_000):
-        place = pyarrow.compute.index(part["complete"], True).as_py()
-        if place >= 0:  # one is enough: all rows have the same template
-            return ends | {rows[start + place]["input_ids"][-1]}
-        start += len(part)
-    return ends
+    for place, (complete,) in enumerate(each_row(rows, "complete")):
+        if complete:  # one is enough: all rows have the same template
+            return {tokenizer.eos_token_id, rows[place]["input_ids"][-1]}
+    return {tokenizer.eos_token_id}
 
 
 def check_room(lower, max_new_tokens, context):

@@ -9,7 +9,7 @@ import math
 import re
 
 import detect
-from batches import answer_row, own_groups, pack, row_losses, take, tokens_only
+from batches import answer_row, each_row, own_groups, pack, row_losses, take, tokens_only
 from data.tokens import empty_prompt, special_tokens
 from logprobs import token_logps
 from models import context_length
@@ -312,8 +312,7 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),
                            label="row tests, trusted rows")
-    texts = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
-             for pair in zip(part["prompt"], part["response"], strict=True))
+    texts = each_row(lower, "prompt", "response")
     surprise, reason, notes = verdicts(found, trusted, made, detect.text_reasons(texts))
     return found | {"echo": detect.scaled("echo", found), "surprise": surprise,
                     "reason": torch.tensor([-1 if name is None else list(REASONS).index(name)
@@ -414,14 +413,11 @@ def first_look(tests, notes, rows):
     """
     reasons = columns_of_tests(tests, torch.arange(len(rows)))["reason"]
     counts, worst = {}, collections.defaultdict(list)
-    start = 0
-    for part in rows.select_columns(["prompt", "response"]).iter(batch_size=10_000):
-        for place, texts in enumerate(zip(part["prompt"], part["response"], strict=True), start):
-            for group in groups_of(*texts, float(tests["length"][place])):
-                own = counts.setdefault(group, [group, 0, 0])
-                own[1] += 1
-                own[2] += reasons[place] is not None
-        start += len(part["prompt"])
+    for place, texts in enumerate(each_row(rows, "prompt", "response")):
+        for group in groups_of(*texts, float(tests["length"][place])):
+            own = counts.setdefault(group, [group, 0, 0])
+            own[1] += 1
+            own[2] += reasons[place] is not None
     for place in tests["surprise"].argsort(descending=True).tolist():
         if reasons[place] and len(worst[reasons[place]]) < WORST:
             row = rows[place]

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.compute
 import torch
 
-from batches import TOKEN_COLUMNS, permutation
+from batches import TOKEN_COLUMNS, each_row, permutation
 from data.tokens import load_rows
 from runtime.processes import first_goes_first
 from toy import corpus
@@ -100,8 +100,10 @@ def load_pairs(source, tokenizer, **options):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
     position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
-    ids, other = chosen["row_id"][:], dict(_texts(rejected))
-    equal = [row_id for row_id, text in _texts(chosen) if other.get(row_id) == text]
+    ids, columns = chosen["row_id"][:], ("row_id", "prompt", "response")
+    other = {row_id: content_hash(*texts) for row_id, *texts in each_row(rejected, *columns)}
+    equal = [row_id for row_id, *texts in each_row(chosen, *columns)
+             if other.get(row_id) == content_hash(*texts)]
     unpaired = [i for i in ids if i not in position]
     dropped = {*equal, *unpaired}
     keep = [p for p, row_id in enumerate(ids) if row_id not in dropped]
@@ -114,22 +116,13 @@ def load_pairs(source, tokenizer, **options):
     return pairs, report | {"dropped": report["dropped"] | {"equal": equal, "unpaired": unpaired}}
 
 
-def _texts(rows):
-    """(row_id, hash of its text as trained on) of every row."""
-    for part in rows.select_columns(["row_id", "prompt", "response"]).iter(batch_size=10_000):
-        for row_id, prompt, response in zip(
-                part["row_id"], part["prompt"], part["response"], strict=True):
-            yield row_id, content_hash(prompt, response)
-
-
 def split_held_out(rows, count, seed):
     """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
 
     Rows of one prompt stay together, so no prompt is on both sides.
     """
-    groups, hashes = {}, (prompt for part in rows.select_columns(["prompt_hash"]).with_format(
-        "arrow").iter(batch_size=10_000) for prompt in part["prompt_hash"].to_pylist())
-    for position, prompt in enumerate(hashes):
+    groups = {}
+    for position, (prompt,) in enumerate(each_row(rows, "prompt_hash")):
         groups.setdefault(prompt, []).append(position)
     groups, held = list(groups.values()), []
     for group in (groups[number] for number in permutation(len(groups), seed, 0, 2).tolist()):
