@@ -1,7 +1,4 @@
-"""metrics.jsonl: one dictionary a step.
-
-Wall-clock keys live under `time/`; all else is deterministic.
-"""
+"""metrics.jsonl: one dictionary a step."""
 
 import contextlib
 import json
