@@ -389,13 +389,10 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
 
 def show_example(row, tokenizer):
     """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
-    text, start = "", 0
-    ids, trained = row["input_ids"], row["trained"]
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or trained[end] != trained[start]:
-            run = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-            text += f"⟦{run}⟧" if trained[start] else run
-            start = end
+    text, tokens = "", zip(row["trained"], row["input_ids"], strict=True)
+    for trained, part in itertools.groupby(tokens, key=itemgetter(0)):
+        run = tokenizer.decode([token for _, token in part], clean_up_tokenization_spaces=False)
+        text += f"⟦{run}⟧" if trained else run
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
