@@ -49,7 +49,7 @@ def plan(args):
     device = processes.join_processes(args.device)
     tokenizer, config = models.load_tokenizer(args.model), models.load_config(args.model)
     levels = sets.load_levels(args, tokenizer, models.context_length(config))
-    sets.check_vocabulary(levels, config)
+    sets.check_vocabulary(row_sets(levels), config)
     all_lower = levels.lower
     if getattr(args, "keep", None):
         kept = ranking.kept_by(levels.lower, args.keep)
@@ -317,10 +317,8 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if masked is not None and labels and not masked.all():
         # omega alone: it has judged the originals of the other rows, and labels are theirs.
         rows = (~masked).nonzero().flatten()
-        labels |= {key.replace("/", "_unmasked/", 1): value
-                   for key, value in ranking.label_metrics(
-                       lower.select(rows.tolist()),
-                       {n: s[rows] for n, s in scores.items()}).items()}
+        labels |= ranking.label_metrics(lower.select(rows.tolist()), {
+            f"{name}_unmasked": values[rows] for name, values in scores.items()})
     result |= labels | (curate(ranks, kept) if curate else {})
     if processes.rank() == 0:
         save_and_print(run, result, labels, scores)

@@ -197,11 +197,10 @@ def check_lengths(rows, context_length, name):
 
 
 def check_vocabulary(levels, config):
-    """`UserError` when a row holds a token that the model has no embedding for."""
+    """`UserError` when a row of {name: rows} holds a token that the model has no embedding for."""
     size = config.get_text_config().vocab_size
-    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
-        rows = getattr(levels, name)
-        for part in rows.with_format("arrow").iter(batch_size=10_000) if rows is not None else ():
+    for name, rows in levels.items():
+        for part in rows.with_format("arrow").iter(batch_size=10_000):
             largest = max(pyarrow.compute.max(pyarrow.compute.list_flatten(part[column])).as_py()
                           for column in part.column_names if column.endswith("input_ids"))
             if largest >= size:
