@@ -129,11 +129,9 @@ def check_refreshes(args, run):
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
-    last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
-    mask_is_ranked = args.mask != "static" and (
-        run.given_mask is not None or args.first_refresh + last_refresh > 0)
-    if args.first_refresh + last_refresh == 0 and (
-            args.refine == "generate" or args.mask == "dynamic"):
+    steps_left = run.total_steps - 1 - args.first_refresh
+    last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
+    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
         print("warning: the only refresh is before the first step: " + (
             "no row was read, so it is a random mask" if args.mask == "dynamic" else
             "the untrained model writes all answers") + (
@@ -142,7 +140,7 @@ def check_refreshes(args, run):
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "
               f"about {round(num_masked * read)} of them {args.num_answers} times")
-    return mask_is_ranked
+    return run.given_mask is not None or (args.mask == "dynamic" and last_refresh > 0)
 
 
 def sampling_options(args, run):
