@@ -297,9 +297,7 @@ def threshold_of(margins, right, spared, present=None):
     """The smallest margin t from which on the accepted are right and good originals are safe; None.
 
     margins, right (n,): of new answers for rows with a bad original; spared (m,): the margin with
-    which another answer would replace a good original, NEVER for none. For all accepted at once
-    (margin >= t): (right + 1) / (accepted + 2), their precision, never quite 0 or 1, at least
-    PRECISION; share of spared >= t at most FALSE. present: see `tally`.
+    which another answer would replace a good original, NEVER for none. present: see `tally`.
     """
     def holds(t):
         good, accepted = tally(margins, right, t, present)
