@@ -209,8 +209,7 @@ def transcript(messages):
 
 def conversation(row, answer=None):
     """The messages of a tokenised row or a line of curated.jsonl, ending with `answer` if given."""
-    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},
-                                       {"role": "assistant", "content": row["response"]}]
+    messages = row.get("messages") or _exchange(row["prompt"], row["response"])
     if isinstance(messages, str):
         messages = json.loads(messages)
     return messages if answer is None else [*messages[:-1], messages[-1] | {"content": answer}]
