@@ -53,10 +53,9 @@ def cycle(num_rows, start, count, seed):
 
 def coming_rows(num_rows, batch, seed, step, last):
     """The distinct lower rows that steps `step` .. `last - 1` read, epochs included, sorted."""
-    per_epoch, coming = math.ceil(num_rows / batch), set()
-    for s in range(step, last):
-        coming.update(epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)).tolist())
-    return sorted(coming)
+    per_epoch = math.ceil(num_rows / batch)
+    steps = (epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)) for s in range(step, last))
+    return sorted(set().union(*(rows.tolist() for rows in steps)))
 
 
 # --- rows to a packed sequence --------------------------------------------------------------------
