@@ -39,10 +39,10 @@ import time
 from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
 from data.sets import prompt_overlap
-from data.tokens import response_text
+from data.tokens import end_ids, response_text
 from detect import WORD
 from generate import generate
-from ranking import blank_prompt, end_ids, last_turn
+from ranking import blank_prompt, last_turn
 from runtime import folder
 from runtime.processes import share_list
 from utils import UserError, table

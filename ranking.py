@@ -10,7 +10,7 @@ import re
 
 import detect
 from batches import answer_row, each_row, own_groups, pack, row_losses, take, tokens_only
-from data.tokens import empty_prompt, special_tokens
+from data.tokens import empty_prompt
 from logprobs import token_logps
 from models import context_length
 from runtime.processes import all_sum, rank
@@ -290,11 +290,6 @@ def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
         losses, lengths = losses_of(cut)
         made["end"] = losses.double() * lengths
     return made
-
-
-def end_ids(tokenizer):
-    """Token ids that end a turn, as data/tokens.py leaves or appends them."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
 
 
 def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):

@@ -23,7 +23,7 @@ import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
-from data.tokens import show_example
+from data.tokens import end_ids, show_example
 from runtime import folder, metrics, monitor, processes
 from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
@@ -177,13 +177,12 @@ def start(run, selects=True):
         run.weights["adapter_weights"] = folder.fingerprint(
             {name: p for name, p in model.named_parameters() if p.requires_grad})
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
-    run.theta_hat = None
-    if selects and args.correction:
-        run.theta_hat = models.add_twin(model, "theta_hat")
-        run.optimizers["theta_hat"] = torch.optim.Adam(run.theta_hat, lr=args.lr)
     run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction,
-                         "theta_hat": run.theta_hat, "optimizer": run.optimizers.get("theta_hat")}
+    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}
+    if selects and args.correction:
+        theta_hat = models.add_twin(model, "theta_hat")
+        run.optimizers["theta_hat"] = torch.optim.Adam(theta_hat, lr=args.lr)
+        run.omega_options |= {"theta_hat": theta_hat, "optimizer": run.optimizers["theta_hat"]}
     if args.fsdp:
         models.shard(model, run.device)
     dtype = torch.float64 if args.dtype == "float64" else torch.float32
@@ -236,7 +235,7 @@ def base_tests(run):
     if saved is None:
         with before_training(run, file):
             tests, notes = ranking.row_tests(
-                run.model, lower, run.levels.upper, ranking.end_ids(run.tokenizer), run.args.seed,
+                run.model, lower, run.levels.upper, end_ids(run.tokenizer), run.args.seed,
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}

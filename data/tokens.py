@@ -116,6 +116,11 @@ def special_tokens(tokenizer):
             if token.special}
 
 
+def end_ids(tokenizer):
+    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
+    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
+
+
 def make_encoder(tokenizer):
     """-> protect(text), encode(texts, continued) -> lists of token ids.
 
@@ -209,10 +214,9 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     template = None if chat else split_template(TEMPLATE if template is None else template)
     stamp = _source_stamp(parts)
     fingerprint = content_hash(json.dumps([
-        FORMAT, stamp,
-        [getattr(part, "_fingerprint", "") for part in parts],
-        columns, chat, template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id,
-        tokenizer.bos_token_id, turns, side, max_length, limit, limit and seed]))
+        FORMAT, stamp, [getattr(part, "_fingerprint", "") for part in parts], columns, chat,
+        template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id, tokenizer.bos_token_id,
+        turns, side, max_length, limit, limit and seed]))
 
     def build(path):
         report = _build((row for part in parts for row in read_part(part, source)), path, tokenizer,
@@ -358,8 +362,7 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
     # template writes its own.
     first = tokenizer("a")["input_ids"][:1]
     start = first if not chat and bos is not None and first == [bos] else []
-    # An unknown last character is often a special token and is not an end.
-    ends = set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {eos}
+    ends = end_ids(tokenizer)
     heads = encode([record["segments"][0][0] for record in batch], continued=False)
     rest = iter(encode([text for record in batch for text, _ in record["segments"][1:]],
                        continued=True))
