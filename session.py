@@ -185,9 +185,8 @@ def start(run, selects=True):
         run.omega_options |= {"theta_hat": theta_hat, "optimizer": run.optimizers["theta_hat"]}
     if args.fsdp:
         models.shard(model, run.device)
-    dtype = torch.float64 if args.dtype == "float64" else torch.float32
     run.selector = Selector(run.num_rows, args.omega_lr, args.omega_optimizer, args.center,
-                            dtype=dtype, device=run.device)
+                            dtype=model.dtype, device=run.device)
     run.out = folder.open_run(args.out, {
         "args": vars(args), "environment": folder.environment(run.device, model.dtype),
         "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
