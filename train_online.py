@@ -40,18 +40,12 @@ from pathlib import Path
 
 import accept
 import batches
+import bmo_weights
 import curate
 import models
 import options
 import ranking
 import session
-from bmo_weights import (
-    MAX_LOG_RATIO,
-    clamped,
-    effective_sample_size,
-    importance_ratio,
-    response_weights,
-)
 from generate import generate
 from logprobs import sequence_logprobs
 from runtime import monitor
@@ -85,7 +79,7 @@ def parse_args(argv=None):
         help="the paper's; none; the original; found ones that trusted rows vouch for; random ones")
     add("--ratio", choices=("sequence", "lambda"), default="sequence",
         help="weight of an answer: r, or G lambda")
-    add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
+    add("--max-log-ratio", type=float, default=bmo_weights.MAX_LOG_RATIO, help="clamp of |log r|")
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
     add("--generation-batch", type=int, default=64, help="answers at a time; in bf16 another "
@@ -253,9 +247,9 @@ def answer_weights(kind, logps, old_logps, max_log_ratio):
     implicit_BMO), so that both have mean about one.
     """
     if kind == "lambda":
-        return response_weights(logps.detach()) * logps.shape[1], 0
-    return (importance_ratio(logps, old_logps, max_log_ratio),
-            int(clamped(logps, old_logps, max_log_ratio).sum()))
+        return bmo_weights.response_weights(logps.detach()) * logps.shape[1], 0
+    return (bmo_weights.importance_ratio(logps, old_logps, max_log_ratio),
+            int(bmo_weights.clamped(logps, old_logps, max_log_ratio).sum()))
 
 
 def lower_terms(questions, logps, lengths, weighing):
@@ -350,7 +344,7 @@ def step_metrics(rho, weights, upper_now, plain, weighted, masked, present, used
             "masked_share": masked.double().mean().item(),
             "ratio_mean": used.mean().item() if some else None,
             "ratio_max": used.max().item() if some else None,
-            "ratio_ess": effective_sample_size(used.flatten()).item() if some else None,
+            "ratio_ess": bmo_weights.effective_sample_size(used.flatten()).item() if some else None,
             "ratio_clamped": num_clamped}
 
 
