@@ -191,8 +191,7 @@ def row_losses(model, rows, label=None, greedy=False):
     also (n,) int64, 1 where greedy decoding writes the whole response, end token included. No
     generation needed: that is so when every token is the likeliest one after the true ones.
     """
-    losses = torch.zeros(len(rows), dtype=torch.float64 if model.dtype == torch.float64
-                         else torch.float32)
+    losses = torch.zeros(len(rows), dtype=torch.promote_types(model.dtype, torch.float32))
     counted = torch.zeros(2 if greedy else 1, len(rows), dtype=torch.int64)
     for places, group in own_groups(model, rows, label):
         logps, *counts = sequence_logprobs(model, pack(group, model.device), greedy=greedy)

@@ -275,8 +275,7 @@ def lower_terms(questions, logps, lengths, weighing):
         ratio[new] = used.flatten()
 
     def mean(values):  # (1/G) sum_g, a question
-        return torch.zeros(len(counts), dtype=values.dtype,
-                           device=values.device).index_add(0, owner, values) / counts
+        return values.new_zeros(len(counts)).index_add(0, owner, values) / counts
 
     return mean(ratio * losses), mean(losses.detach()), used, num_clamped
 
