@@ -501,11 +501,9 @@ def search_once(run, suspects):
 
 def open_gates(run, sampling, wanted=()):
     """{way: `gate`} under the model of now; a way to write that is not wanted is closed."""
-    searched = run.searched
-    gates = {"search": gate(*searched["trials"], searched["present"])}
+    gates = {"search": gate(*run.searched["trials"], run.searched["present"])}
     parts = [[row for row in as_rows(part, run.ends)
-              if len(row["prompt"]) + 2 * CLOSED <= run.context] if wanted else ()
-             for part in run.fresh]
+              if len(row["prompt"]) + 2 * CLOSED <= run.context] for part in run.fresh]
     for way in ("continue", "generate"):
         gates[way] = gate(*(trial_written(run.model, part, way, sampling, run.text_of,
                                           run.args.seed) if way in wanted else None
