@@ -188,12 +188,11 @@ def longest_prompt(rows):
 def check_lengths(rows, context_length, name):
     """`UserError` when a row, or either side of a pair, is longer than the model's context."""
     lengths = sequence_lengths(rows).amax(dim=0)
-    if len(lengths) and (longest := int(lengths.max())) > context_length:
-        position = int((lengths > context_length).nonzero()[0])
+    if too_long := (lengths > context_length).nonzero().flatten().tolist():
         raise UserError(
-            f"{name}: {int((lengths > context_length).sum())} rows are longer than the model's "
-            f"context of {context_length} tokens (longest: {longest}; first: row_id "
-            f"{rows[position]['row_id']}); pass --max-length {context_length} or less")
+            f"{name}: {len(too_long)} rows are longer than the model's context of {context_length} "
+            f"tokens (longest: {int(lengths.max())}; first: row_id {rows[too_long[0]]['row_id']}); "
+            f"pass --max-length {context_length} or less")
 
 
 def check_vocabulary(levels, config):
