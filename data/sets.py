@@ -8,7 +8,6 @@ import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow
 import pyarrow.compute
 import torch
 
