@@ -81,8 +81,7 @@ def trusted_parts(prompts):
 def shortlists(questions, answers, size=SHORTLIST):
     """For each question the places of the `size` answers that share most words with it.
 
-    Rare words count most: cosine of word counts times log inverse frequency among the answers; ties
-    by place.
+    Cosine of word counts times log inverse frequency among the answers; ties by place.
     """
     column = {}
     for text in answers:
@@ -144,8 +143,7 @@ def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
     """[({place in pool: s}, best overlap of words first, [s of each row of `beaten`])], one a row.
 
     rows, pool: of `as_rows`, the pool's answers all different; beaten: for each row those whose
-    answers a found one must beat. context: of the model; an answer that has no room behind a prompt
-    is not found for it.
+    answers a found one must beat. context: of the model; what has no room there is not found.
     """
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool], size)
     lists = [[place for place in places if has_room(row, pool[place], context)]
@@ -185,9 +183,8 @@ def different(rows):
 def trial_search(model, trusted, pool, blank, context):
     """`search` of n trusted rows: margins, right (2 n,), spared (n,), as `threshold_of` has them.
 
-    A row's bad original is the next answer that differs and fits. Each row is tried twice: its own
-    answer is offered beside those of the pool and of the other rows, and it is not; then nothing
-    found is right.
+    A row's bad original is the next answer that differs and fits. All answers of the pool and of
+    trusted rows are offered, then the same without the row's own: nothing found is right there.
     """
     offered, bad = different([*pool, *trusted]), []
     for n, row in enumerate(trusted):
@@ -468,9 +465,8 @@ def prepare(run, sampling):
 def search_once(run, suspects):
     """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
 
-    suspects: places of lower rows that may have another question's answer. Returns {"found":
-    {row_id: {"tokens", "source", "margin"}}, "trials": of calibrate and gate, "present": of
-    `share_present`}; the run folder keeps it.
+    suspects: places of lower rows. The run folder keeps what it returns: {"found": {row_id:
+    {"tokens", "source", "margin"}}, "trials": of calibrate and gate, "present": `share_present`}.
     """
     def read(file):
         saved = json.loads(file.read_text())

@@ -130,8 +130,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
 
     upper_rows, lower_rows: of every row of the step its sequences (a pair has two, a question G).
     Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
-    A sharded model also gets sequences that belong to no row, while other processes have more
-    forwards.
+    A sharded model also gets sequences of no row, while other processes have more forwards.
     """
     def parts():
         mine = range(rank(), max(len(upper_rows), len(lower_rows)), world_size())
@@ -170,8 +169,7 @@ def token_groups(rows, indices, label=None):
 def own_groups(model, rows, label=None):
     """This process's share of the rows: (their places, list of rows).
 
-    Every world_size()-th row. A sharded model also gets rows that count for nothing (no places),
-    while other processes have more.
+    Every world_size()-th row; a sharded model gets spare ones without a place while others go on.
     """
     indices = range(len(rows))[rank()::world_size()]
     start, groups = 0, token_groups(tokens_only(rows), indices, label)

@@ -66,8 +66,7 @@ def well_formed(tokens, complete):
 def recommend(margin, threshold, fine):
     """"refined", "original" or "undecided" for one row.
 
-    margin: s(refined) - s(original); threshold: the calibrated percentile, None when it could not
-    be calibrated; fine: `well_formed`.
+    margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
     if not fine or margin <= 0:
         return "original"
@@ -111,8 +110,7 @@ def calibrate(model, held_out, sampling, blank):
 def refine(run, positions, sampling):
     """A greedy answer to the rows at these positions, and what to do with it.
 
-    Returns {position: {refined, recommended, margin, refined_logp}}, and metrics: the threshold and
-    the false-replacement rate, see `calibrate`.
+    Returns {position: {refined, recommended, margin, refined_logp}}, and what `calibrate` found.
     """
     model, lower = run.model, run.levels.lower
     rows = [lower[p] for p in positions]

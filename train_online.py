@@ -29,8 +29,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
 16. Beyond the paper: `--refine accept` trains on answers that it finds in the file and trusted rows
-    vouch for, and on cut ones without an end (accept.py). `--mask FILE` masks what a ranking does
-    not keep, from step 0 on.
+    vouch for, and on cut ones without an end (accept.py). `--mask FILE` masks what a ranking drops.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 
 A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}, and "lost" when it
 holds something that is not text: "tool_call" or "image_or_other_part". Such a row is dropped: an
-answer about an image that the model never sees, or behind a call that it never makes, teaches it to
-make things up.
+answer about an image it never sees, or behind a call it never makes, teaches a model to invent.
 """
 
 import json

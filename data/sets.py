@@ -1,7 +1,6 @@
 """The four sets of rows of a run, checked against each other; pairs; parts of a set.
 
-Sets are data sets of tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and rows of
-each kind that are never trained on.
+Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out ones of each kind.
 """
 
 import hashlib

@@ -358,8 +358,7 @@ def _flag(value, place):
 def _tokenise(batch, report, tokenizer, encode, chat, max_length):
     """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # The same start for every source: a BOS where the tokenizer adds one by itself. A chat
-    # template writes its own.
+    # Every source starts alike: with a BOS if the tokenizer adds one; a chat template has its own.
     first = tokenizer("a")["input_ids"][:1]
     start = first if not chat and bos is not None and first == [bos] else []
     ends = end_ids(tokenizer)
