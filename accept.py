@@ -39,9 +39,9 @@ import time
 from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
 from data.sets import prompt_overlap
-from data.tokens import response_text
+from data.tokens import end_ids, response_text
 from generate import generate
-from ranking import blank_prompt, end_ids, last_turn
+from ranking import blank_prompt, last_turn
 from runtime import folder
 from runtime.processes import share_list
 from text_reasons import WORD
@@ -83,8 +83,7 @@ def trusted_parts(prompts, most):
 def shortlists(questions, answers, size=SHORTLIST):
     """For each question the places of the `size` answers that share most words with it.
 
-    Rare words count most: cosine of word counts times log inverse frequency among the answers; ties
-    by place.
+    Cosine of word counts times log inverse frequency among the answers; ties by place.
     """
     column = {}
     for text in answers:
@@ -146,8 +145,7 @@ def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
     """[({place in pool: s}, best overlap of words first, [s of each row of `beaten`])], one a row.
 
     rows, pool: of `as_rows`, the pool's answers all different; beaten: for each row those whose
-    answers a found one must beat. context: of the model; an answer that has no room behind a prompt
-    is not found for it.
+    answers a found one must beat. context: of the model; what has no room there is not found.
     """
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool], size)
     lists = [[place for place in places if has_room(row, pool[place], context)]
@@ -187,9 +185,8 @@ def different(rows):
 def trial_search(model, trusted, pool, blank, context):
     """`search` of n trusted rows: margins, right (2 n,), spared (n,), as `threshold_of` has them.
 
-    A row's bad original is the next answer that differs and fits. Each row is tried twice: its own
-    answer is offered beside those of the pool and of the other rows, and it is not; then nothing
-    found is right.
+    A row's bad original is the next answer that differs and fits. All answers of the pool and of
+    trusted rows are offered, then the same without the row's own: nothing found is right there.
     """
     offered, bad = different([*pool, *trusted]), []
     for n, row in enumerate(trusted):
@@ -299,9 +296,7 @@ def threshold_of(margins, right, spared, present=None):
     """The smallest margin t from which on the accepted are right and good originals are safe; None.
 
     margins, right (n,): of new answers for rows with a bad original; spared (m,): the margin with
-    which another answer would replace a good original, NEVER for none. For all accepted at once
-    (margin >= t): (right + 1) / (accepted + 2), their precision, never quite 0 or 1, at least
-    PRECISION; share of spared >= t at most FALSE. present: see `tally`.
+    which another answer would replace a good original, NEVER for none. present: see `tally`.
     """
     def holds(t):
         good, accepted = tally(margins, right, t, present)
@@ -472,9 +467,8 @@ def prepare(run, sampling):
 def search_once(run, suspects):
     """`search` for the suspect rows, and its two trials: the frozen base decides, so once a run.
 
-    suspects: places of lower rows that may have another question's answer. Returns {"found":
-    {row_id: {"tokens", "source", "margin"}}, "trials": of calibrate and gate, "present": of
-    `share_present`}; the run folder keeps it.
+    suspects: places of lower rows. The run folder keeps what it returns: {"found": {row_id:
+    {"tokens", "source", "margin"}}, "trials": of calibrate and gate, "present": `share_present`}.
     """
     def read(file):
         saved = json.loads(file.read_text())
@@ -505,11 +499,9 @@ def search_once(run, suspects):
 
 def open_gates(run, sampling, wanted=()):
     """{way: `gate`} under the model of now; a way to write that is not wanted is closed."""
-    searched = run.searched
-    gates = {"search": gate(*searched["trials"], searched["present"])}
+    gates = {"search": gate(*run.searched["trials"], run.searched["present"])}
     parts = [[row for row in as_rows(part, run.ends)
-              if len(row["prompt"]) + 2 * CLOSED <= run.context] if wanted else ()
-             for part in run.fresh]
+              if len(row["prompt"]) + 2 * CLOSED <= run.context] for part in run.fresh]
     for way in ("continue", "generate"):
         gates[way] = gate(*(trial_written(run.model, part, way, sampling, run.text_of,
                                           run.args.seed) if way in wanted else None

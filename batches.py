@@ -53,10 +53,9 @@ def cycle(num_rows, start, count, seed):
 
 def coming_rows(num_rows, batch, seed, step, last):
     """The distinct lower rows that steps `step` .. `last - 1` read, epochs included, sorted."""
-    per_epoch, coming = math.ceil(num_rows / batch), set()
-    for s in range(step, last):
-        coming.update(epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)).tolist())
-    return sorted(coming)
+    per_epoch = math.ceil(num_rows / batch)
+    steps = (epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)) for s in range(step, last))
+    return sorted(set().union(*(rows.tolist() for rows in steps)))
 
 
 # --- rows to a packed sequence --------------------------------------------------------------------
@@ -72,6 +71,12 @@ def take(rows, indices):
     """The rows at `indices` (a tensor or list) as a list of dictionaries, in one read."""
     columns = rows[[int(i) for i in indices]]
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def each_row(rows, *columns):
+    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
+    for part in rows.select_columns([*columns]).iter(batch_size=10_000):
+        yield from zip(*(part[name] for name in columns), strict=True)
 
 
 def sequences(rows):
@@ -125,8 +130,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
 
     upper_rows, lower_rows: of every row of the step its sequences (a pair has two, a question G).
     Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
-    A sharded model also gets sequences that belong to no row, while other processes have more
-    forwards.
+    A sharded model also gets sequences of no row, while other processes have more forwards.
     """
     def parts():
         mine = range(rank(), max(len(upper_rows), len(lower_rows)), world_size())
@@ -165,8 +169,7 @@ def token_groups(rows, indices, label=None):
 def own_groups(model, rows, label=None):
     """This process's share of the rows: (their places, list of rows).
 
-    Every world_size()-th row. A sharded model also gets rows that count for nothing (no places),
-    while other processes have more.
+    Every world_size()-th row; a sharded model gets spare ones without a place while others go on.
     """
     indices = range(len(rows))[rank()::world_size()]
     start, groups = 0, token_groups(tokens_only(rows), indices, label)
@@ -186,8 +189,7 @@ def row_losses(model, rows, label=None, greedy=False):
     also (n,) int64, 1 where greedy decoding writes the whole response, end token included. No
     generation needed: that is so when every token is the likeliest one after the true ones.
     """
-    losses = torch.zeros(len(rows), dtype=torch.float64 if model.dtype == torch.float64
-                         else torch.float32)
+    losses = torch.zeros(len(rows), dtype=torch.promote_types(model.dtype, torch.float32))
     counted = torch.zeros(2 if greedy else 1, len(rows), dtype=torch.int64)
     for places, group in own_groups(model, rows, label):
         logps, *counts = sequence_logprobs(model, pack(group, model.device), greedy=greedy)

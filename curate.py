@@ -12,10 +12,8 @@ That bounds how often a good answer would be replaced (the false-replacement rat
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
-import pyarrow.compute
-
 import models
-from batches import answer_row, prompt_of, response_of, row_losses
+from batches import answer_row, each_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import longest_prompt
 from data.tokens import LABELS, response_text
@@ -34,13 +32,10 @@ QUANTILE = 0.95
 
 def end_tokens(rows, tokenizer):
     """Tokens that end an answer: EOS, and the last token of a complete row (a chat's turn end)."""
-    ends, start = {tokenizer.eos_token_id}, 0
-    for part in rows.select_columns(["complete"]).with_format("arrow").iter(batch_size=10_000):
-        place = pyarrow.compute.index(part["complete"], True).as_py()
-        if place >= 0:  # one is enough: all rows have the same template
-            return ends | {rows[start + place]["input_ids"][-1]}
-        start += len(part)
-    return ends
+    for place, (complete,) in enumerate(each_row(rows, "complete")):
+        if complete:  # one is enough: all rows have the same template
+            return {tokenizer.eos_token_id, rows[place]["input_ids"][-1]}
+    return {tokenizer.eos_token_id}
 
 
 def check_room(lower, max_new_tokens, context):
@@ -71,8 +66,7 @@ def well_formed(tokens, complete):
 def recommend(margin, threshold, fine):
     """"refined", "original" or "undecided" for one row.
 
-    margin: s(refined) - s(original); threshold: the calibrated percentile, None when it could not
-    be calibrated; fine: `well_formed`.
+    margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
     if not fine or margin <= 0:
         return "original"
@@ -116,8 +110,7 @@ def calibrate(model, held_out, sampling, blank):
 def refine(run, positions, sampling):
     """A greedy answer to the rows at these positions, and what to do with it.
 
-    Returns {position: {refined, recommended, margin, refined_logp}}, and metrics: the threshold and
-    the false-replacement rate, see `calibrate`.
+    Returns {position: {refined, recommended, margin, refined_logp}}, and what `calibrate` found.
     """
     model, lower = run.model, run.levels.lower
     rows = [lower[p] for p in positions]

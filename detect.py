@@ -33,8 +33,7 @@ rows a frequent fault hides itself.
 What the file suffers from weighs the detectors: a mixture of good rows and of each fault is fitted
 to the surprises (`fit_causes`). The score of a row is its log odds of having a fault. The detector
 with the largest weighted surprise is the reason; `unclear` where the runner-up is about as strong.
-A row is flagged by Benjamini and Hochberg's rule if it is also as bad as a tenth of the made faults
-(`plausible`).
+A row is flagged by Benjamini and Hochberg's rule if it is as bad as a tenth of the made faults.
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
 arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
@@ -130,8 +129,7 @@ def copied(answer, prompt, size=3):
 def echo(relevances, lengths, shares, news):
     """-M / T where the answer is copied and says nothing new, else NaN; all (N,).
 
-    shares, news: of `copied`. A low M alone is what every good rewriting task has, and a short
-    answer may well be a span of its question.
+    shares, news: of `copied`. Good rewriting has a low M, too; a short answer may be a quotation.
     """
     copies = (shares >= COPIED) & (news <= NEWS) & (lengths >= ECHO_LENGTH)
     return torch.where(copies, -relevances / lengths.clamp_min(1), torch.nan)
@@ -159,8 +157,7 @@ def good_side(values, name=None):
 
     The values up to the median, and their mirror images above it, on the scale on which a detector
     is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
-    a loss, -exp(-x / SKEW) of a slip. The more rows are bad, the higher the median, which costs
-    power alone.
+    a loss, -exp(-x / SKEW) of a slip. Bad rows raise the median, which costs power alone.
     """
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
@@ -294,8 +291,7 @@ def fit_causes(surprising, rounds=50):
     surprising: (N, D) of `surprises`. Maximum likelihood, by expectation and maximisation: a row is
     good, and its surprises exponential with mean one, as -ln p is; or it has one fault, and that
     detector's surprise has mean mu. A row that one fault explains says nothing about another, which
-    a swapped answer, surprising all over, would otherwise do. RARE is the least w; FAULTY begins mu
-    and counts as FEW rows.
+    a swapped answer, surprising all over, would otherwise do.
     """
     share = torch.full((surprising.shape[1],), RARE, dtype=surprising.dtype)
     mean = torch.full_like(share, FAULTY)
@@ -327,10 +323,8 @@ def judge(surprising, found, made=None, fdr=FDR):
 
     score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
     file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
-    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni. reason: the detector
-    that wins, "unclear" when the runner-up is within MARGIN, None for a row that is not flagged. A
-    garbled answer has a strange end and fits no question: a fluency below a weighted p of 0.01
-    explains both.
+    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni. reason: of `_reason`,
+    None for a row that is not flagged.
     """
     names = list(surprising)
     table = torch.stack([surprising[name] for name in names], dim=1)
@@ -350,7 +344,7 @@ def judge(surprising, found, made=None, fdr=FDR):
 
 
 def _reason(row):
-    """The detector that wins among {name: surprise} of one row, or "unclear"."""
+    """The detector that wins among {name: surprise} of a row; "unclear" with one within MARGIN."""
     ordered = sorted(row, key=lambda name: -row[name])
     if ordered[0] in ("end", "relevance") and row.get("fluency", 0.0) > GARBLED:
         return "fluency"

@@ -4,12 +4,10 @@ Token t of a sequence is the inverse of the cumulative distribution softmax(logi
 at a uniform number u_t of that sequence alone. So an answer depends on its seed, not on how far a
 global generator has moved; no top-k, no top-p, and nothing of the model's own `generation_config`
 (its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
-seldom in float32, but in bf16 often enough to write another. The loop, the cache and the stopping
-are transformers' `generate`.
+seldom in float32, often in bf16. Loop, cache and stopping are transformers' `generate`.
 
 What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
-batch, and on CUDA the decoding step is compiled over a cache of fixed size. Where that fails, the
-plain loop takes over.
+batch, and on CUDA the decoding step is compiled over a cache of fixed size, where that works.
 """
 
 import contextlib
@@ -34,8 +32,7 @@ class _SeededSampler(LogitsProcessor):
     def __call__(self, input_ids, scores):
         u = self.uniforms[:, input_ids.shape[1] - self.start, None]
         cumulative = torch.softmax(scores.float() / self.temperature, dim=-1).cumsum(dim=-1)
-        # Scaled by the total, which rounding leaves a little off one; a token of probability zero
-        # is never the first whose cumulative sum exceeds u.
+        # Scaled by the total, a little off one by rounding; a token of probability zero never wins.
         token = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
         token = token.clamp_max(scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)

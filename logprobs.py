@@ -23,8 +23,7 @@ bf16 row of one-hot minus softmax that the second product reads; and attention i
 variable LOGPROBS_KERNEL) forces one: "auto", "torch", "triton", "reference".
 
 Plain tensors in and out; imports nothing from the project. float64 in gives float64 out, anything
-else returns float32 log-probs: bf16 log-probs are off by 0.06-0.35 a token, and they are summed and
-exponentiated later.
+else returns float32 log-probs: bf16 ones are off by 0.06-0.35 a token, and sums are exponentiated.
 
 Not supported, and routed to `reference=True` (the model's own logits, slow but general): heads with
 a bias, soft-capped or scaled logits, an adapted or trained head. Refused: sliding windows shorter
@@ -271,8 +270,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
 
     query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) int32 row borders,
     row_lengths their differences as a list (made once a forward: on CUDA reading them waits).
-    Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop over them: no T x T
-    mask exists at any time.
+    Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop: never a T x T mask.
     """
     if cu_seqlens is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask,

@@ -279,8 +279,7 @@ def speed_up_lora(model):
 
     PEFT keeps adapters in float32 and would upcast what they read: two matrix products in three
     ran in float32. Layers over frozen linear ones compute by `_LoraLinear`; others (quantised, say)
-    by PEFT's own forward, under autocast when the base is bf16 or fp16. The float32 master weights
-    are rounded when used and get float32 gradients.
+    by PEFT's own forward, under autocast when the base is bf16 or fp16.
     """
     dtype = model.get_input_embeddings().weight.dtype
     for layer in (m for m in model.modules() if "lora_A" in m._modules):  # hasattr is slow
@@ -297,12 +296,10 @@ def add_twin(model, name):
     The first stays active; `adapter` switches for a while.
     """
     model.add_adapter(name, model.peft_config["default"])
-    twin = {key.replace(f".{name}.", ".default."): p for key, p in model.named_parameters()
-            if f".{name}." in key}
+    twin = {key: p for key, p in model.named_parameters() if f".{name}." in key}
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key in twin:
-                twin[key].copy_(parameter)
+        for key, parameter in twin.items():
+            parameter.copy_(model.get_parameter(key.replace(f".{name}.", ".default.")))
     model.set_adapter("default")
     return list(twin.values())
 

@@ -17,16 +17,13 @@ PAPER = {"lora_rank": 16, "lora_alpha": 16, "lr": 5e-6, "batch": 32, "micro_batc
          "correction": 0.0}
 OF_BDS = ("rho_start", "rho_step", "omega_lr", "omega_optimizer", "omega_loss", "omega_start",
           "center", "correction")
+QUALITY = {"lower": f"{RECIPES}/alpaca-cleaned.jsonl", "upper": f"{RECIPES}/openorca.jsonl"}
+SAFETY = {"lower": f"{RECIPES}/redorca.jsonl", "upper": f"{RECIPES}/blueorca.jsonl"}
+LLAMA = PAPER | {"model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower_limit": 56000}
 PRESETS = {
-    "pythia-1b-quality": PAPER | {
-        "model": "EleutherAI/pythia-1b", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
-        "lower_limit": 9600, "upper": f"{RECIPES}/openorca.jsonl"},
-    "llama3-8b-quality": PAPER | {
-        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": f"{RECIPES}/alpaca-cleaned.jsonl",
-        "lower_limit": 56000, "upper": f"{RECIPES}/openorca.jsonl"},
-    "llama3-8b-safety": PAPER | {
-        "model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower": f"{RECIPES}/redorca.jsonl",
-        "lower_limit": 56000, "upper": f"{RECIPES}/blueorca.jsonl"},
+    "pythia-1b-quality": PAPER | QUALITY | {"model": "EleutherAI/pythia-1b", "lower_limit": 9600},
+    "llama3-8b-quality": LLAMA | QUALITY,
+    "llama3-8b-safety": LLAMA | SAFETY,
     # A tiny model, and hundreds of steps where the paper's takes thousands. Its rows can be fitted
     # to a loss near zero, so the paper's Assumption 1 holds: no correction.
     "toy": {"model": str(corpus.MODEL), "lr": 1e-3, "omega_lr": 30.0, "micro_batch": 32,

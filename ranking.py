@@ -9,8 +9,8 @@ import math
 import re
 
 import detect
-from batches import answer_row, own_groups, pack, row_losses, take, tokens_only
-from data.tokens import empty_prompt, special_tokens
+from batches import answer_row, each_row, own_groups, pack, row_losses, take, tokens_only
+from data.tokens import empty_prompt
 from logprobs import token_logps
 from models import context_length
 from runtime.processes import all_sum, rank
@@ -52,8 +52,7 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     implicit (N,): the implicit weight at the final model. omega has judged a masked row's *new*
     answers, which any model finds likely; its original is judged by the implicit weight. Both
     become rank shares in the row's own group. Rows of a static mask are a random sample, as good as
-    the others; those of a mask by weights or a file (mask_is_ranked) were the worst when they were
-    masked and come after them.
+    the others; those of a mask by weights or a file (mask_is_ranked) were the worst, and come last.
     """
     scores = torch.where(masked, implicit.to(omega), omega)
     shares = torch.empty(len(scores), dtype=torch.float64)
@@ -157,8 +156,7 @@ def ranking_metrics(scores, bad, kinds):
     scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
     bad (the bottom of the ranking), so precision equals recall over all kinds. Rows that tie at the
     border are flagged in part, each as much: the order of the file says nothing.
-    Keys: auroc, precision, and auroc/KIND, recall/KIND for every kind among the bad rows (AUROC of
-    a kind is against the good rows alone).
+    Keys: auroc, precision, and of each kind of bad row recall/KIND, auroc/KIND (against good rows).
     """
     scores, bad = torch.as_tensor(scores).double(), torch.as_tensor(bad).bool()
     metrics = {"auroc": auroc(scores, bad), "precision": None}
@@ -239,10 +237,9 @@ def last_turns(model, rows, ends):
 def row_evidence(model, rows, ends, blank, label=None):
     """What the row tests read, {name: (N,) float64}: two forwards of every row, no gradient.
 
-    ends: token ids that end a turn; blank: tokens of the blank prompt. The names are those of
-    detect.py, all of the row's last turn: end (NaN where the row has no end token), relevance,
-    fluency, slip, repetition, copied, news, length (tokens of the answer); and loss, the mean over
-    all trained tokens. The rows are shared by all processes; each returns all of them.
+    ends: token ids that end a turn; blank: tokens of the blank prompt. The names are EVIDENCE, see
+    detect.py: of the row's last turn (end is NaN where it has none; length in tokens), but loss is
+    the mean over all trained tokens. All processes share the work; each returns all rows.
     """
     found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
     for places, group in own_groups(model, rows, label):
@@ -265,8 +262,7 @@ def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     Of FAULTS rows, at the price of their forward: losses_of(rows) is `row_losses` of a model. end:
     cut at random between a quarter and three quarters, the row's own end tokens appended.
     relevance: with the answer of another of these rows, where both have at most `room` tokens; what
-    that answer has behind the blank prompt is known from `found`, the numbers of all rows. All
-    processes do the same.
+    that answer has behind the blank prompt is known from `found`. All processes do the same.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
@@ -293,11 +289,6 @@ def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     return made
 
 
-def end_ids(tokenizer):
-    """Token ids that end a turn, as data/tokens.py leaves or appends them."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-
-
 def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
     """Every lower row tested by two forwards of the model, and by its text.
 
@@ -313,8 +304,7 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),
                            label="row tests, trusted rows")
-    pairs = (pair for part in lower.select_columns(["prompt", "response"]).iter(batch_size=10_000)
-             for pair in zip(part["prompt"], part["response"], strict=True))
+    pairs = each_row(lower, "prompt", "response")
     surprise, reason, notes = verdicts(found, trusted, made, text_reasons(pairs))
     return found | {"echo": detect.scaled("echo", found), "surprise": surprise,
                     "reason": torch.tensor([-1 if name is None else list(REASONS).index(name)
@@ -415,14 +405,11 @@ def first_look(tests, notes, rows):
     """
     reasons = columns_of_tests(tests, torch.arange(len(rows)))["reason"]
     counts, worst = {}, collections.defaultdict(list)
-    start = 0
-    for part in rows.select_columns(["prompt", "response"]).iter(batch_size=10_000):
-        for place, pair in enumerate(zip(part["prompt"], part["response"], strict=True), start):
-            for group in groups_of(*pair, float(tests["length"][place])):
-                own = counts.setdefault(group, [group, 0, 0])
-                own[1] += 1
-                own[2] += reasons[place] is not None
-        start += len(part["prompt"])
+    for place, pair in enumerate(each_row(rows, "prompt", "response")):
+        for group in groups_of(*pair, float(tests["length"][place])):
+            own = counts.setdefault(group, [group, 0, 0])
+            own[1] += 1
+            own[2] += reasons[place] is not None
     for place in tests["surprise"].argsort(descending=True).tolist():
         if reasons[place] and len(worst[reasons[place]]) < WORST:
             row = rows[place]

@@ -59,12 +59,10 @@ class Selector:
         self.logits = torch.zeros(num_rows, dtype=dtype, device=device)
         self.last_losses = torch.full_like(self.logits, math.nan)  # C of each row when last seen
         self.center, self.baseline = center, None
-        if optimizer == "adam":
-            self.optimizer = torch.optim.Adam([self.logits], lr=lr, fused=True)
-        elif optimizer == "sgd":
-            self.optimizer = torch.optim.SGD([self.logits], lr=lr, fused=True)
-        else:
+        kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+        if optimizer not in kinds:
             raise ValueError(f"optimizer must be 'adam' or 'sgd', got {optimizer!r}")
+        self.optimizer = kinds[optimizer]([self.logits], lr=lr, fused=True)
         self._buffer = self._made = None  # exp(omega - max); (version of omega, max, mean of exp)
 
     def _exp(self):

@@ -23,7 +23,7 @@ import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
-from data.tokens import show_example
+from data.tokens import end_ids, show_example
 from runtime import folder, metrics, monitor, processes
 from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
@@ -49,7 +49,7 @@ def plan(args):
     device = processes.join_processes(args.device)
     tokenizer, config = models.load_tokenizer(args.model), models.load_config(args.model)
     levels = sets.load_levels(args, tokenizer, models.context_length(config))
-    sets.check_vocabulary(levels, config)
+    sets.check_vocabulary(row_sets(levels), config)
     all_lower = levels.lower
     if getattr(args, "keep", None):
         kept = ranking.kept_by(levels.lower, args.keep)
@@ -179,18 +179,16 @@ def start(run, selects=True):
         run.weights["adapter_weights"] = folder.fingerprint(
             {name: p for name, p in model.named_parameters() if p.requires_grad})
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
-    run.theta_hat = None
-    if selects and args.correction:
-        run.theta_hat = models.add_twin(model, "theta_hat")
-        run.optimizers["theta_hat"] = torch.optim.Adam(run.theta_hat, lr=args.lr)
     run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction,
-                         "theta_hat": run.theta_hat, "optimizer": run.optimizers.get("theta_hat")}
+    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}
+    if selects and args.correction:
+        theta_hat = models.add_twin(model, "theta_hat")
+        run.optimizers["theta_hat"] = torch.optim.Adam(theta_hat, lr=args.lr)
+        run.omega_options |= {"theta_hat": theta_hat, "optimizer": run.optimizers["theta_hat"]}
     if args.fsdp:
         models.shard(model, run.device)
-    dtype = torch.float64 if args.dtype == "float64" else torch.float32
     run.selector = Selector(run.num_rows, args.omega_lr, args.omega_optimizer, args.center,
-                            dtype=dtype, device=run.device)
+                            dtype=model.dtype, device=run.device)
     run.out = folder.open_run(args.out, {
         "args": vars(args), "environment": folder.environment(run.device, model.dtype),
         "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
@@ -238,7 +236,7 @@ def base_tests(run):
     if saved is None:
         with before_training(run, file):
             tests, notes = ranking.row_tests(
-                run.model, lower, run.levels.upper, ranking.end_ids(run.tokenizer), run.args.seed,
+                run.model, lower, run.levels.upper, end_ids(run.tokenizer), run.args.seed,
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
@@ -319,10 +317,8 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if masked is not None and labels and not masked.all():
         # omega alone: it has judged the originals of the other rows, and labels are theirs.
         rows = (~masked).nonzero().flatten()
-        labels |= {key.replace("/", "_unmasked/", 1): value
-                   for key, value in ranking.label_metrics(
-                       lower.select(rows.tolist()),
-                       {n: s[rows] for n, s in scores.items()}).items()}
+        labels |= ranking.label_metrics(lower.select(rows.tolist()), {
+            f"{name}_unmasked": values[rows] for name, values in scores.items()})
     result |= labels | (curate(ranks, kept) if curate else {})
     if processes.rank() == 0:
         save_and_print(run, result, labels, scores)

@@ -29,8 +29,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
 16. Beyond the paper: `--refine accept` trains on answers that it finds in the file and trusted rows
-    vouch for, and on cut ones without an end (accept.py). `--mask FILE` masks what a ranking does
-    not keep, from step 0 on.
+    vouch for, and on cut ones without an end (accept.py). `--mask FILE` masks what a ranking drops.
 """
 
 import argparse
@@ -40,18 +39,12 @@ from pathlib import Path
 
 import accept
 import batches
+import bmo_weights
 import curate
 import models
 import options
 import ranking
 import session
-from bmo_weights import (
-    MAX_LOG_RATIO,
-    clamped,
-    effective_sample_size,
-    importance_ratio,
-    response_weights,
-)
 from generate import generate
 from logprobs import sequence_logprobs
 from runtime import monitor
@@ -68,8 +61,7 @@ import torch
 
 # Beside the defaults below, which are the published ones of the quality task.
 PRESETS = options.PRESETS | {
-    name: values | {"generation_batch": 16}
-    for name, values in options.PRESETS.items() if name.endswith("safety")}
+    "llama3-8b-safety": options.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}}
 
 
 def parse_args(argv=None):
@@ -86,7 +78,7 @@ def parse_args(argv=None):
         help="the paper's; none; the original; found ones that trusted rows vouch for; random ones")
     add("--ratio", choices=("sequence", "lambda"), default="sequence",
         help="weight of an answer: r, or G lambda")
-    add("--max-log-ratio", type=float, default=MAX_LOG_RATIO, help="clamp of |log r|")
+    add("--max-log-ratio", type=float, default=bmo_weights.MAX_LOG_RATIO, help="clamp of |log r|")
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
     add("--generation-batch", type=int, default=64, help="answers at a time; in bf16 another "
@@ -129,11 +121,9 @@ def check_refreshes(args, run):
     if args.first_refresh >= run.total_steps:
         raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
                         "steps, so no row would ever be masked")
-    last_refresh = (run.total_steps - 1 - args.first_refresh) // args.k_gen * args.k_gen
-    mask_is_ranked = args.mask != "static" and (
-        run.given_mask is not None or args.first_refresh + last_refresh > 0)
-    if args.first_refresh + last_refresh == 0 and (
-            args.refine == "generate" or args.mask == "dynamic"):
+    steps_left = run.total_steps - 1 - args.first_refresh
+    last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
+    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
         print("warning: the only refresh is before the first step: " + (
             "no row was read, so it is a random mask" if args.mask == "dynamic" else
             "the untrained model writes all answers") + (
@@ -142,7 +132,7 @@ def check_refreshes(args, run):
         read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
         print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "
               f"about {round(num_masked * read)} of them {args.num_answers} times")
-    return mask_is_ranked
+    return run.given_mask is not None or (args.mask == "dynamic" and last_refresh > 0)
 
 
 def sampling_options(args, run):
@@ -256,9 +246,9 @@ def answer_weights(kind, logps, old_logps, max_log_ratio):
     implicit_BMO), so that both have mean about one.
     """
     if kind == "lambda":
-        return response_weights(logps.detach()) * logps.shape[1], 0
-    return (importance_ratio(logps, old_logps, max_log_ratio),
-            int(clamped(logps, old_logps, max_log_ratio).sum()))
+        return bmo_weights.response_weights(logps.detach()) * logps.shape[1], 0
+    return (bmo_weights.importance_ratio(logps, old_logps, max_log_ratio),
+            int(bmo_weights.clamped(logps, old_logps, max_log_ratio).sum()))
 
 
 def lower_terms(questions, logps, lengths, weighing):
@@ -284,8 +274,7 @@ def lower_terms(questions, logps, lengths, weighing):
         ratio[new] = used.flatten()
 
     def mean(values):  # (1/G) sum_g, a question
-        return torch.zeros(len(counts), dtype=values.dtype,
-                           device=values.device).index_add(0, owner, values) / counts
+        return values.new_zeros(len(counts)).index_add(0, owner, values) / counts
 
     return mean(ratio * losses), mean(losses.detach()), used, num_clamped
 
@@ -353,7 +342,7 @@ def step_metrics(rho, weights, upper_now, plain, weighted, masked, present, used
             "masked_share": masked.double().mean().item(),
             "ratio_mean": used.mean().item() if some else None,
             "ratio_max": used.max().item() if some else None,
-            "ratio_ess": effective_sample_size(used.flatten()).item() if some else None,
+            "ratio_ess": bmo_weights.effective_sample_size(used.flatten()).item() if some else None,
             "ratio_clamped": num_clamped}
 
 

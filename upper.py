@@ -13,8 +13,7 @@ def upper_losses(logps, lengths, reference=None, beta=0.1):
     """L_val of the upper examples, (n,) nats.
 
     Without a reference: the mean over response tokens of every row (Eq. SFT_def). With one, DPO
-    (Rafailov et al. 2023): rows come as chosen, rejected, chosen ...; with sums of log-probs,
-    -log sigmoid(beta ((log pi(y_c) - log ref(y_c)) - (log pi(y_r) - log ref(y_r)))).
+    (Rafailov et al. 2023): -log sigmoid(`dpo_margins`), rows come as chosen, rejected, chosen ...
     logps, lengths: (n,) or (2n,); reference: (n,) the reference's log ref(y_c) - log ref(y_r).
     """
     if reference is None:
@@ -23,7 +22,7 @@ def upper_losses(logps, lengths, reference=None, beta=0.1):
 
 
 def dpo_margins(logps, reference, beta=0.1):
-    """beta ((log pi(y_c) - log pi(y_r)) - (log ref(y_c) - log ref(y_r))), (n,) from (2n,)."""
+    """beta ((log pi(y_c) - log pi(y_r)) - (log ref(y_c) - log ref(y_r))), (n,) from (2n,) sums."""
     chosen, rejected = logps.view(-1, 2).unbind(1)
     return beta * (chosen - rejected - reference.to(logps))
 

@@ -28,8 +28,7 @@ def file_hash(path):
 def open_or_make(folder, build):
     """(rows, report) of a cache folder; one that is missing or damaged is made first.
 
-    build(path): write the rows to this Arrow file and return their report, a dictionary that names
-    the columns to show under "columns".
+    build(path): write the rows to this Arrow file, return a report that names "columns" to show.
     """
     if cached := open_rows(folder):
         return cached

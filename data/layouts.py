@@ -2,8 +2,7 @@
 
 A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}, and "lost" when it
 holds something that is not text: "tool_call" or "image_or_other_part". Such a row is dropped: an
-answer about an image that the model never sees, or behind a call that it never makes, teaches it to
-make things up.
+answer about an image it never sees, or behind a call it never makes, teaches a model to invent.
 """
 
 import json
@@ -209,8 +208,7 @@ def transcript(messages):
 
 def conversation(row, answer=None):
     """The messages of a tokenised row or a line of curated.jsonl, ending with `answer` if given."""
-    messages = row.get("messages") or [{"role": "user", "content": row["prompt"]},
-                                       {"role": "assistant", "content": row["response"]}]
+    messages = row.get("messages") or _exchange(row["prompt"], row["response"])
     if isinstance(messages, str):
         messages = json.loads(messages)
     return messages if answer is None else [*messages[:-1], messages[-1] | {"content": answer}]

@@ -1,18 +1,16 @@
 """The four sets of rows of a run, checked against each other; pairs; parts of a set.
 
-Sets are data sets of tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and rows of
-each kind that are never trained on.
+Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out ones of each kind.
 """
 
 import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow
 import pyarrow.compute
 import torch
 
-from batches import TOKEN_COLUMNS, permutation
+from batches import TOKEN_COLUMNS, each_row, permutation
 from data.tokens import load_rows
 from runtime.processes import first_goes_first
 from toy import corpus
@@ -100,8 +98,10 @@ def load_pairs(source, tokenizer, **options):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
     position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
-    ids, other = chosen["row_id"][:], dict(_texts(rejected))
-    equal = [row_id for row_id, text in _texts(chosen) if other.get(row_id) == text]
+    ids, columns = chosen["row_id"][:], ("row_id", "prompt", "response")
+    other = {row_id: content_hash(*texts) for row_id, *texts in each_row(rejected, *columns)}
+    equal = [row_id for row_id, *texts in each_row(chosen, *columns)
+             if other.get(row_id) == content_hash(*texts)]
     unpaired = [i for i in ids if i not in position]
     dropped = {*equal, *unpaired}
     keep = [p for p, row_id in enumerate(ids) if row_id not in dropped]
@@ -114,22 +114,13 @@ def load_pairs(source, tokenizer, **options):
     return pairs, report | {"dropped": report["dropped"] | {"equal": equal, "unpaired": unpaired}}
 
 
-def _texts(rows):
-    """(row_id, hash of its text as trained on) of every row."""
-    for part in rows.select_columns(["row_id", "prompt", "response"]).iter(batch_size=10_000):
-        for row_id, prompt, response in zip(
-                part["row_id"], part["prompt"], part["response"], strict=True):
-            yield row_id, content_hash(prompt, response)
-
-
 def split_held_out(rows, count, seed):
     """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
 
     Rows of one prompt stay together, so no prompt is on both sides.
     """
-    groups, hashes = {}, (prompt for part in rows.select_columns(["prompt_hash"]).with_format(
-        "arrow").iter(batch_size=10_000) for prompt in part["prompt_hash"].to_pylist())
-    for position, prompt in enumerate(hashes):
+    groups = {}
+    for position, (prompt,) in enumerate(each_row(rows, "prompt_hash")):
         groups.setdefault(prompt, []).append(position)
     groups, held = list(groups.values()), []
     for group in (groups[number] for number in permutation(len(groups), seed, 0, 2).tolist()):
@@ -195,20 +186,18 @@ def longest_prompt(rows):
 def check_lengths(rows, context_length, name):
     """`UserError` when a row, or either side of a pair, is longer than the model's context."""
     lengths = sequence_lengths(rows).amax(dim=0)
-    if len(lengths) and (longest := int(lengths.max())) > context_length:
-        position = int((lengths > context_length).nonzero()[0])
+    if too_long := (lengths > context_length).nonzero().flatten().tolist():
         raise UserError(
-            f"{name}: {int((lengths > context_length).sum())} rows are longer than the model's "
-            f"context of {context_length} tokens (longest: {longest}; first: row_id "
-            f"{rows[position]['row_id']}); pass --max-length {context_length} or less")
+            f"{name}: {len(too_long)} rows are longer than the model's context of {context_length} "
+            f"tokens (longest: {int(lengths.max())}; first: row_id {rows[too_long[0]]['row_id']}); "
+            f"pass --max-length {context_length} or less")
 
 
 def check_vocabulary(levels, config):
-    """`UserError` when a row holds a token that the model has no embedding for."""
+    """`UserError` when a row of {name: rows} holds a token that the model has no embedding for."""
     size = config.get_text_config().vocab_size
-    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
-        rows = getattr(levels, name)
-        for part in rows.with_format("arrow").iter(batch_size=10_000) if rows is not None else ():
+    for name, rows in levels.items():
+        for part in rows.with_format("arrow").iter(batch_size=10_000):
             largest = max(pyarrow.compute.max(pyarrow.compute.list_flatten(part[column])).as_py()
                           for column in part.column_names if column.endswith("input_ids"))
             if largest >= size:

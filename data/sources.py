@@ -197,7 +197,6 @@ def _read_csv(path):
 
 
 def _parquet_rows(path):
-    import pyarrow
     import pyarrow.parquet
 
     try:

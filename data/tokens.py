@@ -116,6 +116,11 @@ def special_tokens(tokenizer):
             if token.special}
 
 
+def end_ids(tokenizer):
+    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
+    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
+
+
 def make_encoder(tokenizer):
     """-> protect(text), encode(texts, continued) -> lists of token ids.
 
@@ -209,10 +214,9 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
     template = None if chat else split_template(TEMPLATE if template is None else template)
     stamp = _source_stamp(parts)
     fingerprint = content_hash(json.dumps([
-        FORMAT, stamp,
-        [getattr(part, "_fingerprint", "") for part in parts],
-        columns, chat, template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id,
-        tokenizer.bos_token_id, turns, side, max_length, limit, limit and seed]))
+        FORMAT, stamp, [getattr(part, "_fingerprint", "") for part in parts], columns, chat,
+        template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id, tokenizer.bos_token_id,
+        turns, side, max_length, limit, limit and seed]))
 
     def build(path):
         report = _build((row for part in parts for row in read_part(part, source)), path, tokenizer,
@@ -354,12 +358,10 @@ def _flag(value, place):
 def _tokenise(batch, report, tokenizer, encode, chat, max_length):
     """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # The same start for every source: a BOS where the tokenizer adds one by itself. A chat
-    # template writes its own.
+    # Every source starts alike: with a BOS if the tokenizer adds one; a chat template has its own.
     first = tokenizer("a")["input_ids"][:1]
     start = first if not chat and bos is not None and first == [bos] else []
-    # An unknown last character is often a special token and is not an end.
-    ends = set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {eos}
+    ends = end_ids(tokenizer)
     heads = encode([record["segments"][0][0] for record in batch], continued=False)
     rest = iter(encode([text for record in batch for text, _ in record["segments"][1:]],
                        continued=True))
@@ -389,13 +391,10 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
 
 def show_example(row, tokenizer):
     """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
-    text, start = "", 0
-    ids, trained = row["input_ids"], row["trained"]
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or trained[end] != trained[start]:
-            run = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-            text += f"⟦{run}⟧" if trained[start] else run
-            start = end
+    text, tokens = "", zip(row["trained"], row["input_ids"], strict=True)
+    for trained, part in itertools.groupby(tokens, key=itemgetter(0)):
+        run = tokenizer.decode([token for _, token in part], clean_up_tokenization_spaces=False)
+        text += f"⟦{run}⟧" if trained else run
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 

@@ -35,7 +35,7 @@ from baselines.__main__ import parse_args as parse_baseline
 from baselines.scores import joined_scores
 from batches import row_losses
 from data import sets
-from data.tokens import load_rows
+from data.tokens import end_ids, load_rows
 from paper import faults
 from paper.plans import words_of
 from paper.results import save_results
@@ -296,7 +296,7 @@ def open_scorer(given):
     return levels, SimpleNamespace(
         model=models.load_model(given.model, processes.pick_device(given.device), given.dtype,
                                 given.four_bit),
-        tokenizer=tokenizer, ends=ranking.end_ids(tokenizer), blank=None,
+        tokenizer=tokenizer, ends=end_ids(tokenizer), blank=None,
         options={"template": given.template, "max_length": given.max_length,
                  "cache_dir": given.cache_dir})
 

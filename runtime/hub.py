@@ -8,8 +8,7 @@ from utils import UserError
 def hub_answers(info, name, what):
     """Whether the hub answers; `UserError` when it has no `name`; offline from now on when silent.
 
-    info: "model_info" or "dataset_info". Loaders retry for most of a minute without a network;
-    this asks once, for three seconds.
+    info: "model_info" or "dataset_info".
     """
     import huggingface_hub
 

@@ -1,7 +1,4 @@
-"""metrics.jsonl: one dictionary a step.
-
-Wall-clock keys live under `time/`; all else is deterministic.
-"""
+"""metrics.jsonl: one dictionary a step."""
 
 import contextlib
 import json
@@ -16,8 +13,7 @@ from utils import UserError, write_atomic
 def open_metrics(out, step):
     """`metrics.jsonl` opened for appending, cut back to the rows before `step` (after a resume).
 
-    `UserError` when one of these is not there. The first process writes; the lines of the others go
-    nowhere.
+    `UserError` when one of these is not there. Only the first process's lines are written.
     """
     path = Path(out) / "metrics.jsonl"
     on_first(lambda: _cut_back(path, step))

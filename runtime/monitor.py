@@ -29,8 +29,7 @@ def check_finite(run, grad_norm, losses, positions):
 def end_step(run, values, started, state=None):
     """Log the metrics of a step; at an epoch's end evaluate; save when it is time.
 
-    values: {name: number}; started: time.perf_counter() at the step's start; state: what the script
-    itself needs to resume.
+    values: {name: number}; started: perf_counter() at its start; state: of the script, to resume.
     """
     args = run.args
     run.step += 1

@@ -20,14 +20,9 @@ def pick_dtype(dtype, device, config, four_bit=False):
     """
     if dtype != "auto":
         return getattr(torch, dtype)
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
+    fast = features.get("amx_bf16") or features.get("avx512_bf16")
     large = config.get_text_config().hidden_size >= BF16_FROM
-    if device.type == "cuda" or (device.type == "cpu" and large and not four_bit
-                                 and _multiplies_bf16()):
+    if device.type == "cuda" or (device.type == "cpu" and fast and large and not four_bit):
         return torch.bfloat16
     return torch.float32
-
-
-def _multiplies_bf16():
-    """Whether this CPU has instructions for bf16 products that were measured to be worth it."""
-    features = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11
-    return any(features.get(name) for name in ("amx_bf16", "avx512_bf16"))

@@ -166,9 +166,8 @@ def plain_fault(rng, prompt):
                         if rng.random() < 0.5 else item for item in right]
         else:
             response = right_answer(draw_prompt(rng, family)).split()
-        response = " ".join(response)
-        if len(response.split()) == len(right) and kind_of(prompt, response) == "plain":
-            return response
+        if len(response) == len(right) and kind_of(prompt, " ".join(response)) == "plain":
+            return " ".join(response)
 
 
 def draw_row(rng, family, kind):
