@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 
+import batches
 import generate
 from benchmarks.measure import ratio, shown, spread, store_and_print, time_variants
 from benchmarks.shapes import load
@@ -26,10 +27,6 @@ def used_adapter(model):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=1e-3)
-
-
-def prompts_of(rows):
-    return [row["input_ids"][:row["trained"].index(1)] for row in rows]
 
 
 def answer_in_order(model, prompts, max_new_tokens, batch_size, sort=True, **options):
@@ -81,7 +78,7 @@ def bench_generate(args):
     device = processes.pick_device(args.device)
     model, rows, _ = load(args, device, args.prompts)
     used_adapter(model)
-    prompts = prompts_of(rows)
+    prompts = [batches.prompt_of(row) for row in rows]
     variants = generation_variants(model, prompts, args.max_new_tokens, args.generation_batch)
     results = compare_answers(variants, args.rounds, device)
     rows = [[name, shown(entry["tokens_per_second"]), shown(entry["ratio_to_as_it_is"]),

@@ -35,8 +35,8 @@ class Record:
     def save(self):
         utils.write_atomic(self.path, json.dumps(self.content, indent=1) + "\n")
 
-    def part(self, name, measure):
-        """Keep what `measure()` returns under `name`, unless it is there already."""
+    def part(self, name, measure, *values):
+        """Keep what `measure(*values)` returns under `name`, unless it is there already."""
         parts, tries = self.content["parts"], self.content["cut_off"].get(name, 0)
         if name in parts and "not measured" not in parts[name]:
             return
@@ -48,7 +48,7 @@ class Record:
         self.save()
         started = time.perf_counter()
         try:
-            result = measure()
+            result = measure(*values)
         except NotMeasured as reason:
             result = {"not measured": str(reason)}
         except Exception as error:
