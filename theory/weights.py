@@ -8,15 +8,7 @@ import math
 import torch
 
 from bmo_weights import importance_ratio, lse_merit, response_weights
-from theory.model import (
-    F64,
-    Theta,
-    flat,
-    forward,
-    make_tokens,
-    sample_gradients,
-    softmax_jacobian,
-)
+from theory.model import F64, Theta, flat, forward, make_tokens, sample_gradients, softmax_jacobian
 from theory.policies import benefit_class
 
 TITLE = "Weights (Lemma implicit_BMO, Corollary importance_ratio, LSE bound, convexity)"
