@@ -134,9 +134,8 @@ def check_out(args):
 
 def open_levels(args):
     """The rows as training reads them."""
-    context = 2**31
     if args.model is None and not args.toy:  # no model is named, so no row is too long for it
-        args.model, args.max_length = str(corpus.MODEL), 2**30
+        args.model, args.max_length, context = str(corpus.MODEL), 2**30, 2**31
     else:
         context = models.context_length(models.load_config(args.model))
     return sets.load_levels(args, models.load_tokenizer(args.model), context)

@@ -53,7 +53,7 @@ class Record:
             result = {"not measured": str(reason)}
         except Exception as error:
             traceback.print_exc()
-            result = {"failed": utils.first_line(error) or type(error).__name__}
+            result = {"failed": utils.first_line(error)}
         parts[name] = {"part_seconds": round(time.perf_counter() - started, 2)} | result
         self.content["running"] = None
         self.save()
