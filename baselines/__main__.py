@@ -126,8 +126,7 @@ def check_out(args):
         if not source or not out.exists() or not any(
                 map(sources.path_exists, (source, source.rpartition("@")[0] or source))):
             continue
-        if any(out.samefile(part) for part in sources.find_parts(source)
-               if isinstance(part, Path)):
+        if any(out.samefile(part) for part in sources.find_parts(source) if isinstance(part, Path)):
             raise UserError(f"--out {out}: holds the rows of --{name.replace('_', '-')}, which the "
                             "ranking would replace; give the name of another file")
 

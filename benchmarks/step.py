@@ -134,8 +134,7 @@ def step_variants(model, lower, upper, batches, micro_batch, groups=(1,)):
         """(losses of the lower rows before the step, the loss)"""
         upper_losses, lower_losses = train_step(model, theta, optimizer, up, low, weights,
                                                 micro_batch, num_answers)
-        return lower_losses, (1 - RHO) * upper_losses.mean() + RHO * (weights
-                                                                      * lower_losses).mean()
+        return lower_losses, (1 - RHO) * upper_losses.mean() + RHO * (weights * lower_losses).mean()
 
     def plain(turn):
         _, low, up = take(turn)
@@ -241,8 +240,7 @@ def compare_steps(model, lower, upper, batches, micro_batch, rounds, device, gro
         if name not in variants:
             results[name] = {"failed": peak}
             continue
-        tokens, floor = zip(*(tokens_of(name, rows, lower, upper) for rows in batches),
-                            strict=True)
+        tokens, floor = zip(*(tokens_of(name, rows, lower, upper) for rows in batches), strict=True)
         # Each round compares with plain SFT on the same rows; the first losses are the warm-up's.
         entry = results[name] = {
             "seconds": spread(seconds[name]), "peak_bytes": peak,

@@ -16,8 +16,7 @@ TITLE = "Weights (Lemma implicit_BMO, Corollary importance_ratio, LSE bound, con
 
 def answers_problem():
     """Five answers of three tokens to one question -> tokens (15,), a start theta."""
-    rows = [[0, 1, *answer] for answer in
-            ((2, 3, 4), (2, 4, 3), (5, 3, 2), (4, 4, 5), (3, 5, 2))]
+    rows = [[0, 1, *answer] for answer in ((2, 3, 4), (2, 4, 3), (5, 3, 2), (4, 4, 5), (3, 5, 2))]
     generator = torch.Generator().manual_seed(3)
     theta = Theta(torch.randn(6, 6, dtype=F64, generator=generator),
                   torch.randn(6, 6, dtype=F64, generator=generator))
