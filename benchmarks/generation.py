@@ -1,6 +1,7 @@
 """Answers a second, and what folding, sorting and batching buy."""
 
 import contextlib
+from unittest import mock
 
 import torch
 
@@ -9,16 +10,6 @@ import generate
 from benchmarks.measure import ratio, shown, spread, store_and_print, time_variants
 from benchmarks.shapes import load
 from runtime import processes
-
-
-@contextlib.contextmanager
-def unfolded():
-    """`generate` with the adapter left beside the base weights."""
-    before, generate.folded = generate.folded, lambda model: contextlib.nullcontext()
-    try:
-        yield
-    finally:
-        generate.folded = before
 
 
 def used_adapter(model):
@@ -46,8 +37,8 @@ def generation_variants(model, prompts, max_new_tokens, full):
     def call(batch_size, **options):
         return lambda: answer_in_order(model, prompts, max_new_tokens, batch_size, **options)
 
-    def not_folded():
-        with unfolded():
+    def not_folded():  # the adapter stays beside the base weights
+        with mock.patch.object(generate, "folded", lambda model: contextlib.nullcontext()):
             return call(full)()
 
     variants = {"as it is": call(full), "adapter not folded": not_folded,
