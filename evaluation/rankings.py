@@ -112,13 +112,10 @@ def ranking_over_epochs(run):
 
 
 def print_rankings(runs):
-    keys = ("epoch", "group", "rows", "top_length", "bottom_length", "top_previous",
-            "bottom_previous", "top_last", "auroc")
-    cells = [[run.name, *(row[key] for key in keys)]
-             for run in runs for row in ranking_over_epochs(run)]
-    if not cells:
+    rows = [{"run": run.name} | row for run in runs for row in ranking_over_epochs(run)]
+    if not rows:
         raise UserError(f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
                         "selector or has not finished an epoch")
     print("top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
           "and with the last")
-    show_table(["run", *keys], cells)
+    show_table(list(rows[0]), [list(row.values()) for row in rows])
