@@ -126,17 +126,15 @@ def check_out(args):
         if not source or not out.exists() or not any(
                 map(sources.path_exists, (source, source.rpartition("@")[0] or source))):
             continue
-        if any(out.samefile(part) for part in sources.find_parts(source)
-               if isinstance(part, Path)):
+        if any(out.samefile(part) for part in sources.find_parts(source) if isinstance(part, Path)):
             raise UserError(f"--out {out}: holds the rows of --{name.replace('_', '-')}, which the "
                             "ranking would replace; give the name of another file")
 
 
 def open_levels(args):
     """The rows as training reads them."""
-    context = 2**31
     if args.model is None and not args.toy:  # no model is named, so no row is too long for it
-        args.model, args.max_length = str(corpus.MODEL), 2**30
+        args.model, args.max_length, context = str(corpus.MODEL), 2**30, 2**31
     else:
         context = models.context_length(models.load_config(args.model))
     return sets.load_levels(args, models.load_tokenizer(args.model), context)

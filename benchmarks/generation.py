@@ -1,23 +1,15 @@
 """Answers a second, and what folding, sorting and batching buy."""
 
 import contextlib
+from unittest import mock
 
 import torch
 
+import batches
 import generate
 from benchmarks.measure import ratio, shown, spread, store_and_print, time_variants
 from benchmarks.shapes import load
 from runtime import processes
-
-
-@contextlib.contextmanager
-def unfolded():
-    """`generate` with the adapter left beside the base weights."""
-    before, generate.folded = generate.folded, lambda model: contextlib.nullcontext()
-    try:
-        yield
-    finally:
-        generate.folded = before
 
 
 def used_adapter(model):
@@ -26,10 +18,6 @@ def used_adapter(model):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=1e-3)
-
-
-def prompts_of(rows):
-    return [row["input_ids"][:row["trained"].index(1)] for row in rows]
 
 
 def answer_in_order(model, prompts, max_new_tokens, batch_size, sort=True, **options):
@@ -49,8 +37,8 @@ def generation_variants(model, prompts, max_new_tokens, full):
     def call(batch_size, **options):
         return lambda: answer_in_order(model, prompts, max_new_tokens, batch_size, **options)
 
-    def not_folded():
-        with unfolded():
+    def not_folded():  # the adapter stays beside the base weights
+        with mock.patch.object(generate, "folded", lambda model: contextlib.nullcontext()):
             return call(full)()
 
     variants = {"as it is": call(full), "adapter not folded": not_folded,
@@ -81,7 +69,7 @@ def bench_generate(args):
     device = processes.pick_device(args.device)
     model, rows, _ = load(args, device, args.prompts)
     used_adapter(model)
-    prompts = prompts_of(rows)
+    prompts = [batches.prompt_of(row) for row in rows]
     variants = generation_variants(model, prompts, args.max_new_tokens, args.generation_batch)
     results = compare_answers(variants, args.rounds, device)
     rows = [[name, shown(entry["tokens_per_second"]), shown(entry["ratio_to_as_it_is"]),

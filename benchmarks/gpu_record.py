@@ -35,8 +35,8 @@ class Record:
     def save(self):
         utils.write_atomic(self.path, json.dumps(self.content, indent=1) + "\n")
 
-    def part(self, name, measure):
-        """Keep what `measure()` returns under `name`, unless it is there already."""
+    def part(self, name, measure, *values):
+        """Keep what `measure(*values)` returns under `name`, unless it is there already."""
         parts, tries = self.content["parts"], self.content["cut_off"].get(name, 0)
         if name in parts and "not measured" not in parts[name]:
             return
@@ -48,12 +48,12 @@ class Record:
         self.save()
         started = time.perf_counter()
         try:
-            result = measure()
+            result = measure(*values)
         except NotMeasured as reason:
             result = {"not measured": str(reason)}
         except Exception as error:
             traceback.print_exc()
-            result = {"failed": utils.first_line(error) or type(error).__name__}
+            result = {"failed": utils.first_line(error)}
         parts[name] = {"part_seconds": round(time.perf_counter() - started, 2)} | result
         self.content["running"] = None
         self.save()

@@ -1,7 +1,7 @@
 """What `python -m benchmarks gpu` measures, step by step; gpu.py runs them.
 
 Models are built from configurations with random weights: nothing is downloaded. Each step takes a
-`Record`, whose `part(name, measure)` skips what an earlier call has done, and the settings.
+`Record`, whose `part(name, measure, ...)` skips what an earlier call has done, and the settings.
 """
 
 import importlib.util
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
+import batches
 from benchmarks import generation, logprob, step, table2
 from benchmarks.gpu_record import NotMeasured, Record
 from benchmarks.measure import hardware, time_variants
@@ -86,12 +87,11 @@ def log_probs(record, settings):
     The part's name tells which libraries there are: with more of them it is measured again.
     """
     here, lacking = logprob.peers(settings.device)
-    sizes_by_name = {", ".join(f"{key} {size}" for key, size in zip("TdV", sizes, strict=True)):
-                     sizes for sizes in settings.sizes}
     for peers in ([], here) if here else ([],):
-        for name, sizes in sizes_by_name.items():
-            record.part(name + (f", with {', '.join(peers)}" if peers else ""),
-                        lambda sizes=sizes, peers=peers: log_probs_of(settings, sizes, peers))
+        for sizes in settings.sizes:
+            name = ", ".join(f"{key} {size}" for key, size in zip("TdV", sizes, strict=True))
+            record.part(name + (f", with {', '.join(peers)}" if peers else ""), log_probs_of,
+                        settings, sizes, peers)
     record.content["parts"].pop("other libraries", None)
     if lacking:
         record.content["parts"]["other libraries"] = {
@@ -110,12 +110,11 @@ def steps(record, settings):
     """SFT, BDS and online against padded forwards, without and with gradient checkpointing."""
     for shape in settings.shapes:
         for checkpointing in (False, True):
-            record.part(shape + (", gradient checkpointing" if checkpointing else ""),
-                        lambda shape=shape, checkpointing=checkpointing: steps_of(
-                            settings, shape, checkpointing))
+            record.part(shape + (", gradient checkpointing" if checkpointing else ""), steps_of,
+                        settings, shape, checkpointing)
     largest = settings.shapes[0]
-    record.part(f"{largest}, 4-bit, gradient checkpointing",
-                lambda: steps_of(settings, largest, True, True))
+    record.part(f"{largest}, 4-bit, gradient checkpointing", steps_of, settings, largest, True,
+                True)
 
 
 def steps_of(settings, shape, checkpointing, four_bit=False):
@@ -139,8 +138,7 @@ def answering(record, settings):
     """Seconds an answer of full length: random weights never end one."""
     for name, static in reversed(CACHES.items()):
         for shape in settings.shapes:
-            record.part(f"{shape}, {name}", lambda shape=shape, static=static: answers_of(
-                settings, shape, static))
+            record.part(f"{shape}, {name}", answers_of, settings, shape, static)
 
 
 def answers_of(settings, shape, static):
@@ -148,11 +146,11 @@ def answers_of(settings, shape, static):
     device = torch.device(settings.device)
     model, rows, _ = load_shape(shape, device, settings.prompts, settings.lower_tokens, 16)
     generation.used_adapter(model)
-    prompts, made = generation.prompts_of(rows), []
+    prompts, made = [batches.prompt_of(row) for row in rows], []
 
     def run(_):
         made[:] = generation.answer_in_order(model, prompts, settings.new_tokens, settings.prompts,
-                                    static_cache=static)
+                                             static_cache=static)
 
     seconds = time_variants({"answers": run}, 1, device, f"answers, {shape}")["answers"][0]
     tokens = sum(len(answer) for answer, _ in made)
@@ -165,7 +163,7 @@ def answers_of(settings, shape, static):
 def runtime(record, settings):
     """From the steps and answers of the files beside this one: nothing is measured here."""
     for shape in settings.shapes:
-        record.part(shape, lambda shape=shape: published_hours(settings, shape))
+        record.part(shape, published_hours, settings, shape)
 
 
 def published_hours(settings, shape):
@@ -213,8 +211,8 @@ def text(record, settings):
                 str(corpus.MODEL), str(made["lower"]), str(made["upper"]))
         os.chdir(folder)  # the runs and the stored tables go here
         for method in methods:
-            record.part(f"{settings.model and Path(settings.model).name}, {method}",
-                        lambda method=method: table1_of(settings, method))
+            record.part(f"{settings.model and Path(settings.model).name}, {method}", table1_of,
+                        settings, method)
 
 
 def table1_of(settings, method):

@@ -54,10 +54,10 @@ def ratio(a, b):
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
-def memory(key, pid="self"):
-    """A line of /proc/PID/status in bytes (VmRSS, VmHWM, RssAnon); None where there is none."""
+def memory(key):
+    """A line of /proc/self/status in bytes (VmRSS, VmHWM, RssAnon); None where there is none."""
     try:
-        found = re.search(key + r":\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        found = re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
         return None
     return found and 1024 * int(found[1])
@@ -84,11 +84,11 @@ def peak_memory(call, device):
     return memory("VmHWM") - before
 
 
-def product_rate(device, dtype, rounds=5):
+def product_rate(device, dtype):
     """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    seconds = time_variants({"mm": lambda _: a @ b}, rounds, device, "product rate")["mm"]
+    seconds = time_variants({"mm": lambda _: a @ b}, 5, device, "product rate")["mm"]
     return 2 * size**3 / spread(seconds)["median"]
 
 

@@ -39,11 +39,11 @@ def shape_config(name):
     return AutoConfig.for_model(kind, **options)
 
 
-def shaped_model(config, device, dtype, seed=0):
+def shaped_model(config, device, dtype):
     """A causal LM with random weights and packed attention, made on the device."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype,
                                                  attn_implementation=logprobs.ATTENTION)
@@ -100,20 +100,19 @@ def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=Fa
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_files(lower, upper, source, device, count, vocabulary=None, checkpointing=False,
-               dtype="auto", max_length=2048):
-    """The same from row files and a model's folder or hub name; all three None: the toy.
+def load_files(args, device, count, dtype):
+    """The same from --lower, --upper and --model; none of them: the toy.
 
-    vocabulary: random weights of the model's shape with so many tokens in the head. dtype: as
-    `models.load_model` takes it.
+    --vocabulary: random weights of the model's shape with so many tokens in the head.
     """
-    source = source or str(corpus.MODEL)
+    source, vocabulary = args.model or str(corpus.MODEL), args.vocabulary
+    lower, upper = args.lower, args.upper
     tokenizer, config = models.load_tokenizer(source), models.load_config(source)
     with tempfile.TemporaryDirectory() as folder:
         if lower is None:
             made = corpus.write(folder)
             lower, upper = made["lower"], made["upper"]
-        length = min(max_length, config.max_position_embeddings)
+        length = min(getattr(args, "max_length", 2048), config.max_position_embeddings)
         levels = [[dict(row) for row in batches.tokens_only(tokens.load_rows(
             str(file), tokenizer, name=name, limit=count, max_length=length, cache_dir=folder)[0])]
             for name, file in (("lower", lower), ("upper", upper))]
@@ -126,7 +125,7 @@ def load_files(lower, upper, source, device, count, vocabulary=None, checkpointi
     else:
         base = models.load_model(source, device, dtype)
     lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in levels)
-    return models.add_lora(base, checkpointing=checkpointing), lower, upper
+    return models.add_lora(base, checkpointing=args.gradient_checkpointing), lower, upper
 
 
 def load(args, device, count):
@@ -138,5 +137,4 @@ def load(args, device, count):
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
         raise UserError("--lower, --upper and --model belong together; or give --model one of "
                         + ", ".join(SHAPES) + ", or none of them for the embedded toy")
-    return load_files(args.lower, args.upper, args.model, device, count, args.vocabulary,
-                      args.gradient_checkpointing, dtype, getattr(args, "max_length", 2048))
+    return load_files(args, device, count, dtype)

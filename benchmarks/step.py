@@ -128,14 +128,13 @@ def step_variants(model, lower, upper, batches, micro_batch, groups=(1,)):
 
     def take(turn):
         rows = batches[turn % len(batches)]
-        return rows, [lower[i] for i in rows], [upper[i] for i in rows]
+        return torch.tensor(rows), [lower[i] for i in rows], [upper[i] for i in rows]
 
     def step(up, low, weights, num_answers=1):
         """(losses of the lower rows before the step, the loss)"""
         upper_losses, lower_losses = train_step(model, theta, optimizer, up, low, weights,
                                                 micro_batch, num_answers)
-        return lower_losses, (1 - RHO) * upper_losses.mean() + RHO * (weights
-                                                                      * lower_losses).mean()
+        return lower_losses, (1 - RHO) * upper_losses.mean() + RHO * (weights * lower_losses).mean()
 
     def plain(turn):
         _, low, up = take(turn)
@@ -143,7 +142,6 @@ def step_variants(model, lower, upper, batches, micro_batch, groups=(1,)):
 
     def bilevel(turn, omega_loss):
         rows, low, up = take(turn)
-        rows = torch.tensor(rows)
         losses, loss = step(up, low, selector.weights(rows))
         after = row_losses(model, low)[0] if omega_loss == "next" else losses
         selector.step(rows, after, GAMMA)
@@ -151,17 +149,16 @@ def step_variants(model, lower, upper, batches, micro_batch, groups=(1,)):
 
     def online(turn, group):
         rows, low, up = take(turn)
-        masked = set(masked_rows(rows))
+        masked = set(masked_rows(rows.tolist()))
         answers = [train_online.Answers([row] * group, old[i].repeat(group), 0) if i in masked else
-                   train_online.Answers([row]) for i, row in zip(rows, low, strict=True)]
-        rows = torch.tensor(rows)
+                   train_online.Answers([row]) for i, row in zip(rows.tolist(), low, strict=True)]
         _, loss = step(up, answers, selector.weights(rows), group)
         selector.step(rows, train_online.mean_answer_losses(model, answers), GAMMA)
         return loss.item()
 
     def two_padded(turn):
         rows, low, up = take(turn)
-        weights = selector.weights(torch.tensor(rows))
+        weights = selector.weights(rows)
         with as_transformers_has_it(model):
             return padded_step(padded, theta, optimizer, up, low, weights, micro_batch)
 
@@ -243,8 +240,7 @@ def compare_steps(model, lower, upper, batches, micro_batch, rounds, device, gro
         if name not in variants:
             results[name] = {"failed": peak}
             continue
-        tokens, floor = zip(*(tokens_of(name, rows, lower, upper) for rows in batches),
-                            strict=True)
+        tokens, floor = zip(*(tokens_of(name, rows, lower, upper) for rows in batches), strict=True)
         # Each round compares with plain SFT on the same rows; the first losses are the warm-up's.
         entry = results[name] = {
             "seconds": spread(seconds[name]), "peak_bytes": peak,

@@ -2,8 +2,8 @@
 
 import math
 
+import batches
 import generate
-from benchmarks.generation import prompts_of
 from benchmarks.measure import spread, store_and_print, time_variants
 from benchmarks.shapes import SHAPES, load_shape
 from benchmarks.step import step_variants
@@ -47,12 +47,12 @@ def extrapolate(args, device, shape):
     count = batch * args.rounds
     model, lower, upper = load_shape(shape, device, count, args.lower_tokens, args.upper_tokens,
                                      args.gradient_checkpointing)
-    batches = [list(range(i, i + batch)) for i in range(0, count, batch)]
-    variants = step_variants(model, lower, upper, batches, args.micro_batch)
+    rounds = [list(range(i, i + batch)) for i in range(0, count, batch)]
+    variants = step_variants(model, lower, upper, rounds, args.micro_batch)
     seconds = time_variants({key: variants[name] for key, name in MEASURED.items()}, args.rounds,
                             device, f"steps, {shape}")
     answering = time_variants({"answers": lambda _: generate.generate(
-        model, prompts_of(lower), [str(i) for i in range(count)],
+        model, [batches.prompt_of(row) for row in lower], [str(i) for i in range(count)],
         max_new_tokens=args.max_new_tokens, temperature=0.8, end_ids=[0],
         batch_size=args.generation_batch)}, 1, device, f"answers, {shape}")["answers"][0]
     return hours_of({key: spread(values)["median"] for key, values in seconds.items()},

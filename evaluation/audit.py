@@ -31,12 +31,12 @@ from evaluation.texts import escaped_html, plain, printable
 from utils import UserError, content_hash
 
 SHOWN = 1500  # characters of a text that are shown
+VERDICTS = {"y": True, "n": False, "s": None}  # bad, good, skipped
 
 
-def clopper_pearson(count, total, level=0.95):
-    """The exact interval of a share of which `count` of `total` were seen; (0, 1) without any."""
-    side = (1 + level) / 2
-    return 1 - upper_bound(total - count, total, side), upper_bound(count, total, side)
+def clopper_pearson(count, total):
+    """The exact 95 % interval of a share: `count` of `total` were seen; (0, 1) without any."""
+    return 1 - upper_bound(total - count, total, 0.975), upper_bound(count, total, 0.975)
 
 
 # --- the rows -------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def ask(rows, texts, answers, given, save):
                 raise UserError(f"no verdict for row {number} of {len(rows)}: the input ended")
             word = line.strip().lower()
             if word in ("y", "yes", "n", "no", "s", "skip", ""):
-                given[row["row_id"]] = {"y": True, "n": False}.get(word[:1])
+                given[row["row_id"]] = VERDICTS.get(word[:1])
                 save(given)
                 break
 
@@ -130,9 +130,9 @@ def read_verdicts(path, rows, begun=False):
     given, hashes = {}, {row["row_id"]: row["hash"] for row in rows}
     for place, entry in each_line(path):
         check_entry(place, entry, {"row_id": WHOLE, "verdict": TEXT}, {"hash": TEXT})
-        if entry["verdict"] not in ("y", "n", "s"):
+        if entry["verdict"] not in VERDICTS:
             raise UserError(f"{place}: the verdict must be y, n or s")
-        verdict = {"y": True, "n": False, "s": None}[entry["verdict"]]
+        verdict = VERDICTS[entry["verdict"]]
         if given.setdefault(entry["row_id"], verdict) != verdict:
             raise UserError(f"{place}: another verdict for row_id {entry['row_id']} than an "
                             "earlier line; leave one of them")
@@ -194,21 +194,23 @@ def run_audit(args):
              for key, (p, r) in texts_of(rows, args.rows, args.ranking,
                                               args.lower_columns).items()}
     inputs = [path for path in (args.ranking, args.rows, args.verdicts) if path]
+    inputs.append(Path(args.ranking).parent)
     if args.page:
-        check_output(args.page, *inputs, Path(args.ranking).parent)
+        check_output(args.page, *inputs)
         write_page(args.page, rows, texts)
         print(f"page: {args.page}; verdicts go into a file, one line a row: "
               '{"row_id": 7, "verdict": "y"}, for --verdicts')
         if not args.verdicts:
             return
     if args.out:
-        check_output(args.out, *inputs, Path(args.ranking).parent)
+        check_output(args.out, *inputs)
+    letters = {verdict: letter for letter, verdict in VERDICTS.items()}
 
     def save(given):
         if args.out:
             utils.write_jsonl(args.out, [
                 {"row_id": row["row_id"], "hash": row["hash"], "flagged": row["flagged"],
-                 "verdict": {True: "y", False: "n", None: "s"}[given[row["row_id"]]]}
+                 "verdict": letters[given[row["row_id"]]]}
                 for row in rows if row["row_id"] in given])
 
     if args.verdicts:

@@ -45,7 +45,6 @@ Which answer is better? Reply with one word: A, B or tie."""
 FILLER = {"the", "answer", "option", "response", "verdict", "better", "best", "is", "it's", "it",
           "i", "would", "say", "choose", "pick", "prefer", "my", "wins"}
 
-
 BROKEN = (OSError, http.client.HTTPException)  # timeouts and refused connections are OSError
 REDIRECTS = (301, 302, 303, 307, 308)
 MAX_REDIRECTS = 5

@@ -21,7 +21,6 @@ MUTED, LINE = "#0002aa", "#0002bb"  # placeholder colours, see `recoloured`
 
 # --- one figure -----------------------------------------------------------------------------------
 
-
 def thin(xs, ys):
     """At most POINTS points of a curve: means over equal stretches."""
     pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
@@ -37,11 +36,10 @@ def smooth(ys):
             (ys[max(0, i - reach):i + reach + 1] for i in range(len(ys)))]
 
 
-def draw(title, caption, series, xlabel, ylabel, noisy=False, log=False, whole=False):
-    """A <figure> of curves [(name, xs, ys)], or "" without any point.
+def draw(title, caption, series, xlabel, ylabel, noisy=False, log=False):
+    """A <figure> of curves [(name, xs, ys)], over epochs with markers; "" without any point.
 
-    noisy: the curves are drawn faintly, their running means on top. whole: with markers. log: a
-    logarithmic y axis.
+    noisy: the curves are drawn faintly, their running means on top. log: a logarithmic y axis.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -59,7 +57,8 @@ def draw(title, caption, series, xlabel, ylabel, noisy=False, log=False, whole=F
             colour = f"#0001{index % 8:02x}"
             style = {"color": colour, "linewidth": 1.8,
                      "linestyle": "-" if index < 8 else "--",
-                     "marker": "o" if whole or len(xs) == 1 else None, "markersize": 4}
+                     "marker": "o" if xlabel == "epoch" or len(xs) == 1 else None,
+                     "markersize": 4}
             if noisy and len(xs) >= 40:
                 axes.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.35)
                 ys = smooth(ys)
@@ -144,7 +143,7 @@ def loss_figures(run):
              + ("; epoch 0 is the base model." if run.extra else "."), [
                  ("upper, held out", *over_epochs(run, "upper_heldout")),
                  ("lower, held out", *over_epochs(run, "lower_heldout"))],
-             "epoch", "nats a token", whole=True)]
+             "epoch", "nats a token")]
 
 
 def weight_figures(run):
@@ -171,7 +170,7 @@ def weight_figures(run):
              axis, "share of rows"),
         draw("Weights over the epochs", "Quantiles of the weights.",
              [(f"{q:.0%}", list(epochs), values) for q, values in quantiles.items()],
-             "epoch", "weight", whole=True)]
+             "epoch", "weight")]
     if run.labelled and "bad" in run.rows[0]:
         last = scaled(epochs[picked[-1]].clamp_min(1e-4))
         kinds = [("good" if not r["bad"] else r.get("kind") or "bad") for r in run.rows]
@@ -198,15 +197,15 @@ def ranking_figures(run):
         draw("Response length of the top 10 %", "Mean response tokens (of the original responses) "
              "of the rows with the largest and smallest weights.",
              [curve(f"{end} 10 %", f"{end}_length", group) for end, group in ends],
-             "epoch", "tokens", whole=True),
+             "epoch", "tokens"),
         draw("Overlap of the ranking's ends", "Share of the rows in the top (bottom) 10 % that "
              "were there an epoch before.",
              [curve(f"{end} 10 %", f"{end}_previous", group) for end, group in ends],
-             "epoch", "share", whole=True),
+             "epoch", "share"),
         draw("Telling bad rows by weight", "AUROC of the weights against the known labels; one "
              "half is chance.",
              [*(curve("weight", "auroc", group) for group in groups if group != "masked"),
-              *rivals(run, sorted(run.omegas))], "epoch", "AUROC", whole=True)]
+              *rivals(run, sorted(run.omegas))], "epoch", "AUROC")]
 
 
 def answer_figures(run):
@@ -259,17 +258,14 @@ def of_runs(runs):
 
     return '<div class="plots">' + "".join([
         draw("Held-out upper loss", "Sequence mean, at the end of each epoch.",
-             [(r.name, *over_epochs(r, "upper_heldout")) for r in runs], "epoch", "nats a token",
-             whole=True),
+             [(r.name, *over_epochs(r, "upper_heldout")) for r in runs], "epoch", "nats a token"),
         draw("Held-out lower loss", "Clean rows of the lower level's kind.",
-             [(r.name, *over_epochs(r, "lower_heldout")) for r in runs], "epoch", "nats a token",
-             whole=True),
+             [(r.name, *over_epochs(r, "lower_heldout")) for r in runs], "epoch", "nats a token"),
         draw("Upper loss in training", "Running mean of each step's batch.",
              [(r.name, xs, smooth(ys)) for r in runs
               for xs, ys in [thin(*column(r.metrics, "upper_loss"))]], "step", "nats a token"),
         draw("Response length of the top 10 %", "By weight; of an online run the unmasked rows.",
-             [(r.name, *first_group(r, "top_length")) for r in runs], "epoch", "tokens",
-             whole=True),
+             [(r.name, *first_group(r, "top_length")) for r in runs], "epoch", "tokens"),
         draw("Telling bad rows by weight", "AUROC; of an online run over the unmasked rows.",
-             [(r.name, *first_group(r, "auroc")) for r in runs], "epoch", "AUROC", whole=True),
+             [(r.name, *first_group(r, "auroc")) for r in runs], "epoch", "AUROC"),
     ]) + "</div>"

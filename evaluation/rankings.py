@@ -61,8 +61,8 @@ def rethreshold(source, fraction, out=None, by="weight"):
 
 # --- over the epochs ------------------------------------------------------------------------------
 
-def ranking_ends(run, share=0.1):
-    """{group: {epoch: (top, bottom)}}: positions of the best and worst `share`, best row first.
+def ranking_ends(run):
+    """{group: {epoch: (top, bottom)}}: positions of the best and worst tenth, best row first.
 
     Groups: all; masked and unmasked for an online run, whose masked rows are ranked by the model's
     own answers. Positions are those of omega and of `run.rows`.
@@ -74,15 +74,15 @@ def ranking_ends(run, share=0.1):
         groups = {"unmasked": (~masked).nonzero().flatten(), "masked": masked.nonzero().flatten()}
     ends = {}
     for group, members in groups.items():
-        size = max(1, round(share * len(members)))
+        size = max(1, round(0.1 * len(members)))
         for epoch, omega in run.omegas.items() if len(members) else ():
             order = members[omega[members].argsort(descending=True, stable=True)]
             ends.setdefault(group, {})[epoch] = order[:size], order[-size:]
     return ends
 
 
-def ranking_over_epochs(run, share=0.1):
-    """How the top and bottom `share` of the rows move (the paper's analysis of the ranking).
+def ranking_over_epochs(run):
+    """How the top and bottom tenth of the rows move (the paper's analysis of the ranking).
 
     [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous, top_last,
     auroc}]: mean response lengths in tokens; overlap of the top (bottom) with that of the epoch
@@ -92,12 +92,11 @@ def ranking_over_epochs(run, share=0.1):
     lengths = torch.tensor([r["length"] for r in run.rows]).double() if "length" in first else None
     bad = torch.tensor([r["bad"] for r in run.rows]) if "bad" in first else None
     rows = []
-    for group, epochs in ranking_ends(run, share).items():
+    for group, epochs in ranking_ends(run).items():
         before, last = None, set(epochs[max(epochs)][0].tolist())
         members = torch.arange(len(next(iter(run.omegas.values()))))
         if group != "all":
-            members = torch.tensor([r["masked"] == (group == "masked") for r in run.rows]).nonzero()
-            members = members.flatten()
+            members = torch.tensor([r["masked"] == (group == "masked") for r in run.rows])
         for epoch, (top, bottom) in epochs.items():
             now, size = (set(top.tolist()), set(bottom.tolist())), len(top)
             rows.append({
@@ -113,13 +112,10 @@ def ranking_over_epochs(run, share=0.1):
 
 
 def print_rankings(runs):
-    keys = ("epoch", "group", "rows", "top_length", "bottom_length", "top_previous",
-            "bottom_previous", "top_last", "auroc")
-    cells = [[run.name, *(row[key] for key in keys)]
-             for run in runs for row in ranking_over_epochs(run)]
-    if not cells:
+    rows = [{"run": run.name} | row for run in runs for row in ranking_over_epochs(run)]
+    if not rows:
         raise UserError(f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
                         "selector or has not finished an epoch")
     print("top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
           "and with the last")
-    show_table(["run", *keys], cells)
+    show_table(list(rows[0]), [list(row.values()) for row in rows])

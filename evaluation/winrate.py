@@ -100,7 +100,7 @@ def write_list(path, rows):
 # --- responses ------------------------------------------------------------------------------------
 
 def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, temperature=0.0,
-            seed=0, batch_size=64):
+            seed=0):
     """Texts answered to `prompts`, each prompt rendered exactly as in training. Greedy by default.
 
     A prompt without text has no answer (""). One that leaves no room for the answer is refused.
@@ -121,7 +121,7 @@ def respond(model, tokenizer, prompts, *, max_new_tokens=512, template=None, tem
                         f"{context}; lower --max-new-tokens or shorten the prompt")
     written = generate(model, list(encoded.values()), [f"{seed} {i}" for i in encoded],
                        max_new_tokens=max_new_tokens, temperature=temperature, end_ids=ends,
-                       batch_size=batch_size, label="answers")
+                       label="answers")
     texts = {i: tokens.response_text(tokenizer, ids, template)
              for i, (ids, _) in zip(encoded, written, strict=True)}
     return [texts.get(i, "") for i in range(len(prompts))]

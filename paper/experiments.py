@@ -59,7 +59,7 @@ def compare_selectors(args):
     names = chosen(args, [*runs, *BASELINES])
     baselines = [name for name in BASELINES if name in names]
     files_of = execute(args, {name: runs[name] for name in runs if name in names},
-                       Path("runs") / args.name, also_rank=baselines)
+                       also_rank=baselines)
     if args.list:
         return
     rows = {}
@@ -143,8 +143,7 @@ def curated_table(args):
         raise UserError(f"--keep-fraction {share}: must lie between 0 and 1")
     online, raw = f"online R={1 - share:.0%}, curated", "mixing rho=1"  # is plain fine-tuning
     files_of = execute(args, {raw: METHODS[raw], "BDS": BDS, online: (
-        f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share}")},
-        Path("runs") / args.name, also_rank=("random",))
+        f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share}")}, also_rank=("random",))
     if args.list:
         return
     plan, files = {}, {"raw set": files_of[raw]}
@@ -277,7 +276,6 @@ def ablation_table(args):
                for question in chosen(args, ABLATIONS)}
     every = [entry for labels in entries.values() for entry in labels.values()]
     files_of = execute(args, {name: command for name, command, *_ in every},
-                       Path("runs") / args.name,
                        toy_rows={name: rows[0] for name, _, *rows in every if rows})
     if args.list:
         return
@@ -315,8 +313,6 @@ def last_metrics(file):
             if key.startswith("answers_right/"):
                 found.setdefault(key, []).append(value)
     shares = {key: value for key, value in found.items() if key.startswith("answers_right/")}
-    for key, values in shares.items():  # of every refresh, in order
-        found[key] = values
     right = [sum(parts) / len(parts) for parts in zip(*shares.values(), strict=False)]
     return found | ({"right": sum(right) / len(right)} if right else {})
 
@@ -344,7 +340,6 @@ def null_controls(args):
         raise UserError("controls: of the toy only")
     run_of = {name: name.removeprefix("as it is: ") for name in CONTROLS}  # these have other runs
     files_of = execute(args, {run_of[name]: command for name, (command, _) in CONTROLS.items()},
-                       Path("runs") / args.name,
                        toy_rows={run_of[name]: rows for name, (_, rows) in CONTROLS.items()})
     if args.list:
         return

@@ -19,19 +19,14 @@ def new_figure(width, height, panels=1):
     return figure, axes
 
 
-def _points(axis, values):
-    """Every seed as a dot, the mean as a line: {label: [value of each seed]}."""
-    for x, runs in enumerate(values.values()):
-        axis.plot([x] * len(runs), runs, "o", color="#8aa4c8", markersize=4)
-        axis.plot([x - 0.25, x + 0.25], [mean_std(runs)[0]] * 2, color="#1f3b63", linewidth=2)
-    axis.set_xticks(range(len(values)), list(values), rotation=30, ha="right", fontsize=8)
-
-
 def panels_figure(path, ylabel, panels, chance=None):
     """{question: {label: values over seeds}}, one panel a question; a dashed line at chance."""
     figure, axes = new_figure(12, 3.4 * math.ceil(len(panels) / 3), len(panels))
     for axis, (title, values) in zip(axes, panels.items(), strict=False):
-        _points(axis, values)
+        for x, runs in enumerate(values.values()):
+            axis.plot([x] * len(runs), runs, "o", color="#8aa4c8", markersize=4)
+            axis.plot([x - 0.25, x + 0.25], [mean_std(runs)[0]] * 2, color="#1f3b63", linewidth=2)
+        axis.set_xticks(range(len(values)), list(values), rotation=30, ha="right", fontsize=8)
         if chance is not None:
             axis.axhline(chance, color="#999999", linestyle="--", linewidth=1)
         axis.set_title(title, fontsize=9)

@@ -38,14 +38,7 @@ from paper.plans import OFF, budget_of, chosen, execute, setting, training_words
 from paper.recipes import build_missing
 from paper.results import UPPER, store
 from paper.running import run_all, slug
-from paper.statistics import (
-    claims_of,
-    measured,
-    print_claims,
-    results_of,
-    summary_rows,
-    with_base,
-)
+from paper.statistics import claims_of, measured, print_claims, results_of, summary_rows, with_base
 from ranking import TRUSTED, rank_rows
 from utils import UserError, table
 
@@ -64,13 +57,12 @@ def kept_table(args):
     names = list(RANKINGS)
     if args.only:
         names = chosen(args, (*RANKINGS, *AS_MANY, "good rows"))
-    folder = Path("runs") / args.name
     if not args.list:
         build_missing(words_of(setting(args)["data"]))
         print_runs(args, names)
-    files_of = execute(args, {ALL: SFT}, folder, also_rank=("tests",))
+    files_of = execute(args, {ALL: SFT}, also_rank=("tests",))
     plan, files = {}, {ALL: files_of[ALL]}
-    folder /= f"kept-{args.keep_fraction:g}"
+    folder = Path("runs") / args.name / f"kept-{args.keep_fraction:g}"
     for seed in range(args.seeds):
         if not args.list:
             write_kept(names, files_of["tests"][seed], args.keep_fraction, seed, folder)
@@ -152,11 +144,9 @@ def write_kept(names, tests, share, seed, folder):
 
 def training_on(args, name, seed, folder, whole):
     """(result file, command) of a run on the rows that a ranking keeps; whole: all rows' result."""
-    scale = setting(args)
-    parts = {part: words_of(scale[part]) for part in ("data", "train", "online")}
     out = folder / slug(name) / f"seed-{seed}"
     budget = budget_of(whole.parent) if whole.exists() else "TOKENS"
-    words = training_words(args, parts, SFT, None)
+    words = training_words(args, setting(args), SFT, None)
     return out / "result.json", shlex.join(
         [*words, "--keep", str(kept_file(folder, name, seed)), "--token-budget", str(budget),
          "--seed", str(seed), "--out", str(out)])

@@ -140,14 +140,16 @@ def toy_words(folder):
 
 # --- plans ----------------------------------------------------------------------------------------
 
-def execute(args, methods, folder, scale=None, also_rank=(), toy_rows=None):
+def execute(args, methods, target="table1", also_rank=(), toy_rows=None):
     """Run {method: command} over the seeds. Returns {method: [result file or ranking, ...]}.
 
-    Rows that are kept by a ranking are trained on for as many tokens as REFERENCE reads, which is
-    run for that if it is not among the methods. also_rank: rankings that are wanted alone.
-    toy_rows: {method: arguments of `python -m toy write`} in place of the scale's.
+    Runs lie in runs/NAME, those of a safety table in its own folder there. Rows that are kept by a
+    ranking are trained on for as many tokens as REFERENCE reads, which is run for that if it is not
+    among the methods. also_rank: rankings that are wanted alone. toy_rows: {method: arguments of
+    `python -m toy write`} in place of the scale's.
     """
-    scale, needed = scale or setting(args), dict(methods)
+    scale, needed = setting(args, target), dict(methods)
+    folder = Path("runs") / args.name / (target if target in SAFETY else "")
     if not all(command.split()[0] in (OFF, ON) for command in methods.values()):
         needed.setdefault(REFERENCE, METHODS[REFERENCE])
     plan = plan_of(args, [*needed.items(), *((name, None) for name in also_rank)], folder, scale,
@@ -180,7 +182,7 @@ def plan_of(args, methods, folder, scale, toy_rows):
     {file: (folder of the run that sets the budget, command)}, files {method: [one a seed]}.
     """
     plan = SimpleNamespace(toy_rows={}, commands={}, on_kept={}, files={})
-    parts = {name: words_of(scale[name]) for name in ("data", "train", "online", "select")}
+    words_of(*scale.values())  # refused also where no command here takes them
     for method, command in methods:
         text, plan.files[method] = toy_rows.get(method, scale["toy_rows"]), []
         for seed in range(args.seeds):
@@ -191,28 +193,29 @@ def plan_of(args, methods, folder, scale, toy_rows):
                 plan.toy_rows[rows] = seed, text
             if command and command.split()[0] in (OFF, ON):
                 plan.commands[file] = shlex.join(
-                    [*training_words(args, parts, command, rows), *end, str(out)])
+                    [*training_words(args, scale, command, rows), *end, str(out)])
             else:
                 name, kept = command or slug(method), out.with_name(f"seed-{seed}.kept.jsonl")
                 plan.commands[kept] = shlex.join(
-                    ["-m", "baselines", name, *toy_words(rows), *parts["data"],
-                     *parts["select"], *end, str(kept)])
+                    ["-m", "baselines", name, *toy_words(rows),
+                     *words_of(scale["data"], scale["select"]), *end, str(kept)])
                 if command is None:
                     file = kept
                 else:
                     sft = f"{OFF} --method sft --keep {shlex.quote(str(kept))}"
                     plan.on_kept[file] = folder / slug(REFERENCE) / f"seed-{seed}", shlex.join(
-                        [*training_words(args, parts, sft, rows), *end, str(out)])
+                        [*training_words(args, scale, sft, rows), *end, str(out)])
             plan.files[method].append(file)
     return plan
 
 
-def training_words(args, parts, command, rows):
+def training_words(args, scale, command, rows):
     """A training command with the scale's words; the method's own come last, so that they win."""
     script, *flags = words_of(command)
     short = SHORT_DYNAMIC if args.scale != "paper" and command.startswith(DYNAMIC) else ""
-    return [script, *words_of(short), *toy_words(rows), *parts["data"], *parts["train"],
-            *(parts["online"] if script == ON else []), *flags]
+    online = scale["online"] if script == ON else ""
+    return [script, *words_of(short), *toy_words(rows),
+            *words_of(scale["data"], scale["train"], online), *flags]
 
 
 def print_commands(plan):

@@ -13,7 +13,7 @@ from evaluation import winrate
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 from paper.figures import line_figure
-from paper.plans import METHODS, SAFETY, chosen, execute, setting, words_of
+from paper.plans import METHODS, SAFETY, chosen, execute, words_of
 from paper.results import LOSSES, LOWER, RANKS, UPPER, added, store, stored_before
 from paper.running import run_all, slug
 from paper.statistics import (
@@ -94,11 +94,10 @@ CLAIMS["table3-dpo"] = CLAIMS["table3"]
 
 def losses_table(args):
     """Table 1 or 3: every method over the seeds, the published figures beside, each claim."""
-    folder, target = Path("runs") / args.name, args.target
+    target = args.target
     wanted = chosen(args, SAFETY_METHODS if target in SAFETY else METHODS)
     before = stored_before(args)
-    files = execute(args, {name: METHODS[name] for name in wanted},
-                    folder / target if target in SAFETY else folder, scale=setting(args, target))
+    files = execute(args, {name: METHODS[name] for name in wanted}, target)
     if args.list:
         return
     results, pieces = with_base(results_of(files)), []
@@ -108,7 +107,7 @@ def losses_table(args):
                 {"weight/auroc": "AUROC of bad rows"})  # plain faults of the toy are easy
     columns, names = measured(LOSSES | bad_rows, results), PUBLISHED_NAMES[target]
     published = {"heading": [f"published, {name}" for name in names]} | PUBLISHED[target]
-    rows = [row + list(published.get(row[0], ("-",) * len(names)))
+    rows = [[*row, *published.get(row[0], ["-"] * len(names))]
             for row in summary_rows(results, columns)]
     print("\nlosses in nats a token, mean ± std over seeds; the last columns are the paper's upper "
           "/ lower losses")
@@ -146,7 +145,7 @@ def orders_of(results, published, names):
 def ranking_figure(args):
     """The figure of the top 10 % questions: mean response length by epoch, BDS and online."""
     wanted = chosen(args, ("BDS", "online R=10% G=1", "online dynamic"))
-    files_of = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
+    files_of = execute(args, {name: METHODS[name] for name in wanted})
     if args.list:
         return
     results = {method: [{f"epoch {row['epoch']}": row["top_length"]
@@ -175,8 +174,7 @@ def zero_shot(args):
     """Zero-shot accuracy of table1's runs through lm-evaluation-harness."""
     if args.scale == "toy":
         raise UserError("qa: the toy's model knows list puzzles only; use --scale small or paper")
-    files_of = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)},
-                       Path("runs") / args.name)
+    files_of = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)})
     answered, commands, first = {}, {}, next(iter(files_of.values()))[:1]
     for method, files in ({"base model": first} | files_of).items():
         base = method == "base model"
@@ -192,8 +190,8 @@ def zero_shot(args):
     results = {method: [{task: values["acc"] for task, values in
                          json.loads(file.read_text()).items()} for file in files]
                for method, files in answered.items()}
-    columns = {key: key for key in sorted({key for runs in results.values() for run in runs
-                                           for key in run})}
+    tasks = {key for runs in results.values() for run in runs for key in run}
+    columns = {key: key for key in sorted(tasks)}
     print(table(["zero-shot accuracy", *columns], summary_rows(results, columns)))
     store(args, results, columns)
 
@@ -207,7 +205,7 @@ def win_rates(args):
         raise UserError("winrate: name --prompts FILE (AlpacaEval's instructions) and --judge "
                         "'--url https://api.openai.com/v1 --judge gpt-4-turbo'")
     folder = Path("runs") / args.name
-    files_of = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)}, folder)
+    files_of = execute(args, {name: METHODS[name] for name in chosen(args, DEMO)})
     prompts = args.prompts or folder / "prompts.json"
     if not args.prompts and not args.list:
         winrate.write_list(prompts, [{"instruction": row["prompt"]}
@@ -230,11 +228,10 @@ def win_rates(args):
         return
     run_all(generate, args.workers)
     run_all(judge, 1)
-    rates = {method: [winrate.win_rate(preferences(args, file, base)) for file in files]
-             for method, files in files_of.items()}
-    columns = {"win_rate": "win rate %", "n_draws": "ties"}
-    results = {method: [{key: run[key] for key in columns} for run in runs]
-               for method, runs in rates.items()}
+    columns, results = {"win_rate": "win rate %", "n_draws": "ties"}, {}
+    for method, files in files_of.items():
+        rates = [winrate.win_rate(preferences(args, file, base)) for file in files]
+        results[method] = [{key: rate[key] for key in columns} for rate in rates]
     print(table(["against the base model", *columns.values()], summary_rows(results, columns)))
     store(args, results, columns)
 
@@ -258,7 +255,7 @@ def preferences(args, file, base):
 def example_answers(args):
     """The paper's table of examples: the base model and each method answer the same prompts."""
     wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
-    files_of = execute(args, {name: METHODS[name] for name in wanted}, Path("runs") / args.name)
+    files_of = execute(args, {name: METHODS[name] for name in wanted})
     shown = corpus.make_rows(seed=0)["heldout"][:6]
     prompts = ["--prompts", args.prompts] if args.prompts else [
         word for row in shown for word in ("--prompt", row["prompt"])]
@@ -283,32 +280,29 @@ def right_answers(folder):
     recommended, the share whose new answer is right. repaired: of wrong originals those made right;
     broken: of right ones those made wrong. None where there is no such row.
     """
-    entries = [entry for entry in each_jsonl(Path(folder) / "curated.jsonl")
-               if entry["refined"] is not None]
-
-    def right(entry, field):
-        return corpus.kind_of(entry["prompt"], entry[field]) == "clean"
-
-    picked = [entry for entry in entries if entry["recommended"] == "refined"]
-    taken = [right(e, "refined" if e["recommended"] == "refined" else "response") for e in entries]
-    wrong = [e for e in entries if not right(e, "response")]
-    good = [e for e in entries if right(e, "response")]
+    rows = []  # (is the original right, is the new answer right, is the new one recommended)
+    for entry in each_jsonl(Path(folder) / "curated.jsonl"):
+        if entry["refined"] is not None:
+            old, new = (corpus.kind_of(entry["prompt"], entry[field]) == "clean"
+                        for field in ("response", "refined"))
+            rows.append((old, new, entry["recommended"] == "refined"))
 
     def share(values):
         return sum(values) / len(values) if values else None
 
+    taken = [new if picked else old for old, new, picked in rows]
     return {"refined/right_recommended": share(taken),
-            "refined/right_always": share([right(e, "refined") for e in entries]),
-            "refined/right_never": share([right(e, "response") for e in entries]),
-            "refined/precision": share([right(e, "refined") for e in picked]),
-            "refined/repaired": share([right(e, "refined") for e in wrong]),
-            "refined/broken": share([not right(e, "refined") for e in good])}
+            "refined/right_always": share([new for _, new, _ in rows]),
+            "refined/right_never": share([old for old, _, _ in rows]),
+            "refined/precision": share([new for _, new, picked in rows if picked]),
+            "refined/repaired": share([new for old, new, _ in rows if not old]),
+            "refined/broken": share([not new for old, new, _ in rows if old])}
 
 
 def demo(args):
     """One seed of the toy: mixing, BDS, online and a control; tables and where the rows are."""
     started, folder = time.time(), Path("runs") / args.name
-    files_of = execute(args, {name: METHODS[name] for name in DEMO}, folder)
+    files_of = execute(args, {name: METHODS[name] for name in DEMO})
     if args.list:
         return
     results = results_of(files_of)

@@ -34,10 +34,9 @@ def slug(name):
 def run_all(runs, workers):
     """Run {file: command}, `workers` at a time. Output goes to a .log file beside the run.
 
-    The log's first line is the command, and a finished run must have been made by the same one.
-    Each command is a process of its own, forked from one that has torch and transformers imported:
-    that saves a third of a short run. Raises `UserError` with the last line of the first log that
-    failed.
+    The log's first line is the command. Each command is a process of its own, forked from one that
+    has torch and transformers imported: that saves a third of a short run. Raises `UserError` with
+    the last line of the first log that failed.
     """
     for file, command in runs.items():
         check_command(file, command)

@@ -216,24 +216,18 @@ def drift_ratios(start, step, S, setting):
     return [float(a) / b for a, b in zip(moved, drift_bounds(S, R0, B_X, B_q), strict=True)]
 
 
-def run_setting(epsilon):
-    """gamma = epsilon^(-1/2); eta = 1/L at the radius TARGETS[epsilon], a guess that the run has to
-    justify: `eta_ok` says whether eta <= 1/L_k at every step."""
+def convergence_run(epsilon, limit=60000, every=50):
+    """One run with one fixed eta, from k_0 = 0 to L_gamma <= epsilon; gamma = epsilon^(-1/2).
+
+    eta = 1/L at the radius TARGETS[epsilon], a guess that the run has to justify: `eta_ok` says
+    whether eta <= 1/L_k at every step. PL and descent are checked at every step, smoothness and
+    drift at every `every`-th. Returns numbers, the trace (one row a step) and rows of (k, measured
+    gradient variation, L_k, Taylor slack).
+    """
     problem, gamma = convergence_problem(), epsilon ** -0.5
     B_X, B_q = geometry(problem.tokens)
-    L = smoothness_constant(TARGETS[epsilon], B_X, B_q, gamma, problem.N, problem.V)
-    return Setting(problem, gamma, 1 / L, B_X, B_q)
-
-
-def convergence_run(epsilon, limit=60000, every=50):
-    """One run with one fixed eta, from k_0 = 0 to L_gamma <= epsilon.
-
-    PL and descent are checked at every step, smoothness and drift at every `every`-th. Returns
-    numbers, the trace (one row a step) and rows of (k, measured gradient variation, L_k, Taylor
-    slack).
-    """
-    setting = run_setting(epsilon)
-    problem, gamma, eta, B_X, B_q = setting
+    eta = 1 / smoothness_constant(TARGETS[epsilon], B_X, B_q, gamma, problem.N, problem.V)
+    setting = Setting(problem, gamma, eta, B_X, B_q)
     trace, checkpoints = [], []
 
     def watch(step):

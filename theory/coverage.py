@@ -7,14 +7,7 @@ import torch
 
 from theory.benefit import conflict_problem
 from theory.model import F64, Theta, level_losses, pbgd
-from theory.policies import (
-    argmin_set,
-    bds_solutions,
-    policy_losses,
-    separable_class,
-    support_weights,
-    supports,
-)
+from theory.policies import argmin_set, bds_solutions, separable_class, support_weights, supports
 
 TITLE = "Coverage (Proposition): weight on the useful set U"
 
@@ -31,8 +24,8 @@ def everything_useful():
     and is not. So |U| < N has to be assumed for the mixing half of the Proposition.
     """
     right = torch.tensor([[1.0, 0.3, 0.9], [0.4, 1.0, 0.9], [1.0, 1.0, 0.5]], dtype=F64)
-    policies = torch.stack([right, 1.0 - right], -1)
-    return policy_losses(policies, [(2, 0)]).mean(1), policy_losses(policies, [(0, 0), (1, 0)])
+    losses = -torch.log(right)
+    return losses[:, 2], losses[:, :2]
 
 
 def coverage_runs(steps=4000, gamma=4.0, eta=1.0, alpha=4.0):
@@ -56,14 +49,6 @@ def coverage_runs(steps=4000, gamma=4.0, eta=1.0, alpha=4.0):
     return useful, {name: torch.tensor(rows, dtype=F64) for name, rows in runs.items()}
 
 
-def enumerated_weight():
-    """U of the 27 policies, mask (N,), and the weight on U of every support that solves BDS."""
-    _, val, losses = separable_class()
-    useful = useful_set(val, losses)
-    solutions = supports(losses.shape[1])[bds_solutions(val, losses).any(1)]
-    return useful, torch.stack([support_weights(support)[useful].sum() for support in solutions])
-
-
 def decay_exponent(rows):
     """b of 1 - sum_U sigma ~ k^b, between a quarter of a run and its end; rows of (k, weight, ...).
 
@@ -75,7 +60,10 @@ def decay_exponent(rows):
 
 def measure():
     """The Proposition by enumeration on a finite class, and as it happens in training."""
-    enumerated_useful, on_useful = enumerated_weight()
+    _, val, losses = separable_class()
+    enumerated_useful = useful_set(val, losses)
+    solutions = supports(losses.shape[1])[bds_solutions(val, losses).any(1)]
+    on_useful = torch.stack([support_weights(s)[enumerated_useful].sum() for s in solutions])
     useful, runs = coverage_runs()
     bds, mixing = runs["bds"], runs["mixing"]
     numbers = {"share": float(useful.double().mean()), "bds": float(bds[-1, 1]),

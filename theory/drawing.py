@@ -38,9 +38,8 @@ def draw_benefit(plt, numbers, curves):
     left.axvline(numbers["rho_c"], color="k", lw=1, ls=":")
     left.text(numbers["rho_c"] - 0.02, 0.55, rf"$\rho_c={numbers['rho_c']:.3f}$", ha="right")
     left.set(title="finite class: threshold is tight", xlabel=r"$\rho$",
-             ylabel=r"$\mathcal{L}_{\rm val}$")
+             ylabel=r"$\mathcal{L}_{\rm val}$", ylim=(0, 1.45))
     left.legend(loc="upper left", fontsize=8)
-    left.set_ylim(0, 1.45)
     for i, row in enumerate(bounded):
         middle.plot(rhos, row["mixing"] - row["v"], color=f"C{i}",
                     label=rf"$R={row['radius']:.0f}$")
@@ -48,8 +47,8 @@ def draw_benefit(plt, numbers, curves):
     middle.plot(rhos, curves["limit"], "k--", lw=1, label=r"$R\to\infty$")
     middle.set(title=r"$\|W_{ov}\|_F\leq R$: mixing misses $v_*$ at every $\rho>0$",
                xlabel=r"$\rho$   ($\blacktriangle$: $\rho_c(R)$)",
-               ylabel=r"$\mathcal{L}_{\rm val}(\tilde\theta)-v_*$", yscale="log", xscale="log")
-    middle.set_ylim(1e-4, 60)
+               ylabel=r"$\mathcal{L}_{\rm val}(\tilde\theta)-v_*$", yscale="log", xscale="log",
+               ylim=(1e-4, 60))
     middle.legend(fontsize=8)
     radii = [row["radius"] for row in bounded]
     right.plot(radii, [row["delta_val"] for row in bounded], "o-", label=r"$\Delta_{\rm val}(R)$")
@@ -75,8 +74,7 @@ def draw_coverage(plt, numbers, curves):
     left.axhline(1, color="k", lw=0.5)
     left.text(2, share - 0.05, rf"$|\mathcal{{U}}|/N={share:.3f}$", fontsize=9)
     left.set(title="weight on the useful set", xlabel=r"step $k$",
-             ylabel=r"$\sum_{i\in\mathcal{U}}\sigma_i(\omega^k)$")
-    left.set_ylim(0.4, 1.03)
+             ylabel=r"$\sum_{i\in\mathcal{U}}\sigma_i(\omega^k)$", ylim=(0.4, 1.03))
     left.legend(loc="center right", fontsize=9)
     middle.loglog(k, 1 - bds[:, 1], label="BDS")
     middle.loglog(k, 1 - mixing[:, 1], "--", label="direct mixing")
@@ -127,8 +125,8 @@ def draw_convergence(plt, _, curves):
     c.loglog(k, trace.mu_paper[keep], "C0", label=r"$\mu_{\rm PL}$")
     c.loglog(k, trace.sigma_min[keep], "C2", label=r"$\sigma_{\min}(H^k)$")
     c.set(title=rf"the constants hold, $\epsilon={r['epsilon']:g}$: "
-                r"$\mu_{\rm PL}\leq$ measured, measured $\leq L_k$", xlabel=r"step $k$ (from 1)")
-    c.set_ylim(1e-15, 1e3)
+                r"$\mu_{\rm PL}\leq$ measured, measured $\leq L_k$", xlabel=r"step $k$ (from 1)",
+          ylim=(1e-15, 1e3))
     c.legend(fontsize=9, ncol=2, loc="lower left")
     d.axhline(1, color="k")
     d.axhline(r["floor"], color="k", ls="--")
@@ -136,15 +134,13 @@ def draw_convergence(plt, _, curves):
            fontsize=9)
     d.text(1.2, 1.6, "the condition asks for at most 1", fontsize=9)
     d.set(title=r"condition on the start: left side over $M_H(k_0)$, at every $k_0=k$",
-          xlabel=r"$k$ (from 1)")
-    d.set_ylim(0.3, None)
+          xlabel=r"$k$ (from 1)", ylim=(0.3, None))
     d.legend(fontsize=9, loc="upper left")
     return figure
 
 
 def draw_equivalence(plt, _, curves):
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.6), width_ratios=(1.5, 1, 1))
-    left = axes[0]
+    figure, (left, *others) = plt.subplots(1, 3, figsize=(13, 4.6), width_ratios=(1.5, 1, 1))
     names = [r"$\mathcal{L}_1=0$", r"$\mathcal{L}_2=0$", r"$\mathcal{L}_3=0$",
              r"WP$(\mathcal{L})$", r"$\bigcup_\lambda\mathcal{S}(\lambda)$",
              r"$\mathcal{S}_{\rm val}$", "BMO", "BDS"]
@@ -159,7 +155,7 @@ def draw_equivalence(plt, _, curves):
     left.tick_params(which="minor", length=0)
     left.set(title=r"separable: 27 policies, $\pi(y^i|x^i)\in\{1,\frac{1}{2},0\}$",
              xlabel="policy (dark: belongs)")
-    for axis, (name, front) in zip(axes[1:], curves["fronts"].items(), strict=True):
+    for axis, (name, front) in zip(others, curves["fronts"].items(), strict=True):
         losses = front.losses
         points = axis.scatter(*losses.T, c=front.val, cmap="viridis_r", s=18, zorder=2)
         axis.scatter(*losses[front.union].T, s=70, facecolors="none", edgecolors="C3", lw=0.9,
@@ -180,22 +176,21 @@ def draw_weights(plt, _, curves):
     axes[0].fill_between(tau, losses.min() - math.log(len(losses)) / tau, losses.min(), alpha=0.2,
                          label=r"$[\min\mathcal{L}-\log(M)/\tau,\ \min\mathcal{L}]$")
     axes[0].semilogx(tau, curves["u"], label=r"$-\mathrm{LSE}(-\mathcal{L};\tau)$")
-    axes[0].set(title="merit function and its bounds", xlabel=r"$\tau$", ylabel="nats")
-    axes[0].set_ylim(float(losses.min()) - 6, float(losses.min()) + 1)
+    axes[0].set(title="merit function and its bounds", xlabel=r"$\tau$", ylabel="nats",
+                ylim=(float(losses.min()) - 6, float(losses.min()) + 1))
     axes[0].legend(fontsize=9, loc="lower right")
     g = torch.arange(1, len(lam) + 1)
     for shift, (values, label) in enumerate((
             (lam, r"$\lambda_g$"), (equal, r"$r^g/\sum r$, equal old log-probs"),
             (unequal, r"$r^g/\sum r$, unequal"))):
         axes[1].bar(g + 0.27 * (shift - 1), values, 0.25, label=label)
-    axes[1].set(title="importance ratio and implicit weight", xlabel=r"answer $g$")
-    axes[1].set_ylim(0, 1.25 * float(max(lam.max(), unequal.max())))
+    axes[1].set(title="importance ratio and implicit weight", xlabel=r"answer $g$",
+                ylim=(0, 1.25 * float(max(lam.max(), unequal.max()))))
     axes[1].legend(fontsize=8)
     image = axes[2].imshow(curves["hessian"], cmap="RdBu_r", vmin=-0.25, vmax=0.25,
                            interpolation="nearest")
-    axes[2].set(title=r"$\partial^2\mathcal{L}_{\rm SFT}/\partial\mathrm{vec}(z)^2$, $D=3$, $V=6$")
-    axes[2].set_xticks(range(0, 18, 6))
-    axes[2].set_yticks(range(0, 18, 6))
+    axes[2].set(title=r"$\partial^2\mathcal{L}_{\rm SFT}/\partial\mathrm{vec}(z)^2$, $D=3$, $V=6$",
+                xticks=range(0, 18, 6), yticks=range(0, 18, 6))
     figure.colorbar(image, ax=axes[2], shrink=0.8)
     eigenvalues = curves["eigenvalues"]
     axes[3].plot(range(1, len(eigenvalues) + 1), eigenvalues, "o")

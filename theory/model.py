@@ -130,8 +130,7 @@ def pbgd(problem, gamma, theta, eta, steps, alpha=None, sequential=False, until=
     for k in range(steps + 1):
         sigma = selector.weights() / problem.N
         loss, gradient, c, state = penalty_gradient(sigma, theta, problem, gamma)
-        step = Step(k, float(loss), gradient, c, state, sigma, theta,
-                    selector.logits.clone())
+        step = Step(k, float(loss), gradient, c, state, sigma, theta, selector.logits.clone())
         if watch:
             watch(step)
         if step.loss <= until or k == steps:

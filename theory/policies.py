@@ -14,13 +14,6 @@ from selector import Selector
 from theory.model import F64
 
 
-def policy_losses(policies, rows):
-    """-log pi(answer | question); policies (K, Q, A) probabilities, rows (question, answer)
-    -> (K, len(rows)), with 0 and infinity."""
-    questions, answers = zip(*rows, strict=True)
-    return -torch.log(policies[:, list(questions), list(answers)])
-
-
 def weighted(losses, weights):
     """sum_i w_i L_i over the last dimension, with 0 * infinity = 0."""
     return torch.where(weights > 0, weights * losses, torch.zeros_like(losses)).sum(-1)
@@ -63,18 +56,16 @@ def bds_solutions(val, losses):
 def benefit_class(with_compromise=False):
     """Two policies, one fitting D best and one fitting all of D_SFT -> val (K,), losses (K, N).
 
-    Four lower-level questions and two validation questions, the trusted answer last column first;
-    row 2 is useful: the first policy answers it with certainty. `with_compromise` adds a third
-    policy between the two, which direct mixing reaches before rho_c.
+    Four lower-level questions, then two validation questions, each with the probability of its
+    right answer; row 2 is useful: the first policy answers it with certainty. `with_compromise`
+    adds a third policy between the two, which direct mixing reaches before rho_c.
     """
     right = [[0.05, 0.2, 1.0, 0.3, 0.9, 0.8],                        # the validation-optimal model
              [1.0, 1.0, 1.0, 1.0, 0.5, 0.3]]                         # Assumption 1: loss zero
     if with_compromise:
         right.append([0.6, 0.7, 1.0, 0.8, 0.8, 0.7])
-    right = torch.tensor(right, dtype=F64)
-    policies = torch.stack([right, 1.0 - right], -1)
-    val = policy_losses(policies, [(4, 0), (5, 0)]).mean(1)
-    return val, policy_losses(policies, [(i, 0) for i in range(4)])
+    losses = -torch.log(torch.tensor(right, dtype=F64))
+    return losses[:, 4:].mean(1), losses[:, :4]
 
 
 def separable_class():
@@ -85,6 +76,4 @@ def separable_class():
     Returns p (27, 3), val (27,), losses (27, 3).
     """
     p = torch.tensor(list(itertools.product((1.0, 0.5, 0.0), repeat=3)), dtype=F64)
-    policies = torch.stack([p, 1.0 - p], -1)
-    return p, policy_losses(policies, [(1, 1)])[:, 0], \
-        policy_losses(policies, [(0, 0), (1, 0), (2, 0)])
+    return p, -torch.log(1.0 - p[:, 1]), -torch.log(p)

@@ -8,15 +8,7 @@ import math
 import torch
 
 from bmo_weights import importance_ratio, lse_merit, response_weights
-from theory.model import (
-    F64,
-    Theta,
-    flat,
-    forward,
-    make_tokens,
-    sample_gradients,
-    softmax_jacobian,
-)
+from theory.model import F64, Theta, flat, forward, make_tokens, sample_gradients, softmax_jacobian
 from theory.policies import benefit_class
 
 TITLE = "Weights (Lemma implicit_BMO, Corollary importance_ratio, LSE bound, convexity)"
@@ -24,8 +16,7 @@ TITLE = "Weights (Lemma implicit_BMO, Corollary importance_ratio, LSE bound, con
 
 def answers_problem():
     """Five answers of three tokens to one question -> tokens (15,), a start theta."""
-    rows = [[0, 1, *answer] for answer in
-            ((2, 3, 4), (2, 4, 3), (5, 3, 2), (4, 4, 5), (3, 5, 2))]
+    rows = [[0, 1, *answer] for answer in ((2, 3, 4), (2, 4, 3), (5, 3, 2), (4, 4, 5), (3, 5, 2))]
     generator = torch.Generator().manual_seed(3)
     theta = Theta(torch.randn(6, 6, dtype=F64, generator=generator),
                   torch.randn(6, 6, dtype=F64, generator=generator))

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import write_rows
@@ -25,8 +26,8 @@ def test_flags_are_dropped_by_word():
 @pytest.fixture
 def curated_commands(here, monkeypatch):
     """curated_commands(*flags): the commands on curated sets, their online runs not made."""
-    monkeypatch.setattr(experiments, "execute", lambda args, methods, folder, also_rank: {
-        name: [folder / name / "result.json"] for name in (*methods, *also_rank)})
+    monkeypatch.setattr(experiments, "execute", lambda args, methods, also_rank: {
+        name: [Path("runs") / args.name / name / "result.json"] for name in (*methods, *also_rank)})
     monkeypatch.setattr(experiments, "budget_of", lambda folder: 100)
     monkeypatch.setattr(experiments, "rethreshold", lambda *_: None)
     monkeypatch.setattr(experiments, "export", lambda *_: None)
@@ -82,7 +83,7 @@ def test_ablations_compare_with_the_first_label_and_with_dropping(here, monkeypa
     losses = {"80 % bad: BDS": 0.4, "80 % bad: mixing rho=0.5": 0.5,
               "80 % bad: online R=10% G=1": 0.2, "80 % bad: control: drop": 0.3}
 
-    def finished(args, methods, folder, toy_rows):
+    def finished(args, methods, toy_rows):
         assert set(methods) == set(losses) and set(toy_rows.values()) == {"--noise 0.8"}
         for method in methods:
             for seed in range(args.seeds):
@@ -112,7 +113,7 @@ def test_ablations_compare_with_the_first_label_and_with_dropping(here, monkeypa
 def test_controls_use_the_finished_runs_and_rows_of_their_own(here, monkeypatch):
     asked = {}
 
-    def stop(args, methods, folder, toy_rows):
+    def stop(args, methods, toy_rows):
         asked.update({name: (command, toy_rows[name]) for name, command in methods.items()})
         raise utils.UserError("enough")
 

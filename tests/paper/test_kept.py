@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def finished(tmp_path, monkeypatch):
     """All runs are done: the held-out loss is 2, less 0.1 a good row in ten that is kept."""
     monkeypatch.chdir(tmp_path)
 
-    def execute(args, methods, folder, also_rank):
+    def execute(args, methods, also_rank):
+        folder = Path("runs") / args.name
         run_all({folder / name / f"seed-{seed}" / "result.json": "--method sft"
                  for name in methods for seed in range(args.seeds)}, 1)
         files = {name: [folder / name / f"seed-{seed}" / "result.json"

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import read_rows
@@ -61,8 +62,7 @@ def test_the_safety_tables_rows_are_written_before_they_are_read(target, options
     monkeypatch.setattr(plans, "run_all", lambda commands, workers: plans_run.append(commands))
     monkeypatch.setattr(plans, "budget_of", lambda folder: 7)
     args = reproduce_args(target)
-    plans.execute(args, {name: plans.METHODS[name] for name in ("BDS", "LESS")}, here / "made",
-                  scale=plans.setting(args, target))
+    plans.execute(args, {name: plans.METHODS[name] for name in ("BDS", "LESS")}, target)
     commands = [parse_command(f"python {command}") for plan in plans_run
                 for command in plan.values()]
     assert [name for name, _ in commands] == [
@@ -103,8 +103,8 @@ def test_names_and_files_with_spaces_stay_one_word(here, capsys, monkeypatch):
         assert args.lower == "my  rows.jsonl" and args.lower_limit == 20
         assert args.lower_columns == "prompt=a question,response=b"
         assert args.out.startswith("runs/my runs/")
-    monkeypatch.setattr(reproduce, "execute", lambda args, methods, folder: {
-        name: [folder / slug(name) / "seed-0" / "result.json"] for name in methods})
+    monkeypatch.setattr(reproduce, "execute", lambda args, methods: {
+        name: [Path("runs/my runs") / slug(name) / "seed-0" / "result.json"] for name in methods})
     main(["qa", "--only", "BDS", "--qa", "--local 'my questions'", *common])
     main(["examples", "--only", "BDS", "--prompts", "my prompts.json", *common])
     main(["winrate", "--only", "BDS", "--prompts", "my prompts.json", "--judge",

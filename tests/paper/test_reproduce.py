@@ -146,8 +146,8 @@ def test_a_failing_run_is_named_with_its_last_line(here, refused):
 def test_epochs_are_in_order_and_the_last_is_compared_with_the_first(here, monkeypatch, capsys):
     """Twelve epochs: the twelfth is behind the second, not between the first and the second."""
 
-    monkeypatch.setattr(reproduce, "execute", lambda args, methods, folder: {
-        name: [folder / slug(name) / str(seed) / "result.json" for seed in range(args.seeds)]
+    monkeypatch.setattr(reproduce, "execute", lambda args, methods: {
+        name: [here / slug(name) / str(seed) / "result.json" for seed in range(args.seeds)]
         for name in methods})
     monkeypatch.setattr(reproduce, "Run", lambda folder: folder)
     monkeypatch.setattr(reproduce, "ranking_over_epochs", lambda folder: [
