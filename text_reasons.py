@@ -54,10 +54,11 @@ EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no
                    r"blank|deleted|removed|(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*"
                    r"[\]>)}]{1,2}|"
                    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
-                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|lorem ipsum\b.*|"
-                   r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I | re.S)
+                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
+                   r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
+# A link alone, or a printer's filler; and questions that may ask for one.
 LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
-                  r"(\s+(https?://|www\.)\S+)*", re.I)
+                  r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*", re.I | re.S)
 PLACE = re.compile(r"link|url|web|site|http|www|find|source|where|address|domain|page|article|"
                    r"video|host|doc|repo|refer|cit(e|ation)|contact|resource|placeholder|dummy",
                    re.I)
@@ -113,8 +114,8 @@ def debris(prompt, answer):
     for it (`PLACE`, `MARKED`).
     """
     answer = answer.strip()
-    if not answer or (not PLACE.search(prompt) and answer.casefold() not in prompt.casefold() and (
-            EMPTY.fullmatch(answer) or LINK.fullmatch(answer))):
+    empty = EMPTY.fullmatch(answer) or (LINK.fullmatch(answer) and not PLACE.search(prompt))
+    if not answer or (empty and answer.casefold() not in prompt.casefold()):
         return "placeholder"
     stray = (MARKUP.search(answer) and not MARKED.search(prompt)
              and "```" not in answer and "|" not in answer)  # <br> in a table's cell
@@ -133,13 +134,11 @@ def another_turn(prompt, answer):
 
 
 def text_reasons(rows):
-    """What the text alone says of each of an iterable of (prompt, answer), or None; no model.
+    """The reason of each of an iterable of (prompt, answer), or None.
 
-    placeholder, debris: see `debris`.
-
+    placeholder, debris, turn: see `debris` and `another_turn`.
     duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
     CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
-    turn: see `another_turn`.
     conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
     or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
     is right.
