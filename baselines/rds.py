@@ -24,11 +24,15 @@ def representations(model, rows, label=None):
     vectors = []
     for group in batches.token_groups(batches.tokens_only(rows), range(len(rows)), label):
         batch = batches.pack(group, model.device)
-        hidden = packed_forward(model.base_model, batch).float()
-        weighted = hidden * (batch["position_ids"][0] + 1)[:, None]
-        sums = [part.sum(dim=0) for part in weighted.split(batch["cu_seqlens"].diff().tolist())]
-        vectors.append(torch.nn.functional.normalize(torch.stack(sums)).cpu())
+        vectors.append(pooled(packed_forward(model.base_model, batch), batch))
     return torch.cat(vectors)
+
+
+def pooled(hidden, batch):
+    """Unit vectors of the rows of a packed batch, (B, d) float32 on the CPU, of hidden (T, d)."""
+    weighted = hidden.float() * (batch["position_ids"][0] + 1)[:, None]
+    sums = [part.sum(dim=0) for part in weighted.split(batch["cu_seqlens"].diff().tolist())]
+    return torch.nn.functional.normalize(torch.stack(sums)).cpu()
 
 
 def first_turns(lower, upper):

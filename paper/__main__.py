@@ -47,8 +47,8 @@ OWN = {"qa": ("qa",), "prompts": ("winrate", "examples"), "judge": ("winrate",),
        "lower": ("small",), "upper": ("small",)}  # flag: its targets
 ALL_RUNS = ("demo", "readme", "curated", "controls")  # --only has nothing to choose there
 OF_RUNS = ("scale", "seeds", "workers", "train", "online", "select", "only")
-UNREAD = {"noise": OF_RUNS, "pairs": OF_RUNS, "refine": ("online", "select"),  # target: its flags
-          "small": (*(name for name in OF_RUNS if name != "train"), "data")}
+UNREAD = {"noise": OF_RUNS[:-1], "pairs": OF_RUNS, "refine": ("online", "select"),
+          "small": (*(name for name in OF_RUNS if name != "train"), "data")}  # target: its flags
 
 
 def parse_args(argv=None):
@@ -66,7 +66,7 @@ def parse_args(argv=None):
     add("--train", help="arguments of both training scripts")
     add("--online", help="arguments of train_online.py")
     add("--select", help="arguments of `python -m baselines`")
-    add("--only", help="only these methods or questions, separated by '; '")
+    add("--only", help="only these methods, questions or halves (noise), separated by '; '")
     add("--add", action="store_true", help="table1, table3: keep the stored table's other methods")
     add("--workers", type=int, help="runs at a time (default: the number of cores; paper: 1)")
     add("--list", action="store_true", help="print the commands, run nothing")

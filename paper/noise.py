@@ -2,20 +2,23 @@
 
     python -m paper noise --name 6m --data "--model MODEL --lower good.jsonl --upper trusted.jsonl"
 
-Every good row is scored once as it is and once with each fault (faults.py); a row's numbers do not
-depend on the file around it, so files of any mixture are put together from them. Donors of
-exchanged answers are in no file. The rows are cut into two halves by prompt: thresholds and scales
-were chosen on "develop", figures are quoted from "report". Intervals: 95 %, rows of a file drawn
-anew. Every number is kept in the run folder, so that a killed command goes on where it stopped. Row
-tests without and with trusted rows, these joined with the loss; loss, length, IFD (of the answer's
-tokens) and random as `python -m baselines` has them. The mixed files lie in the run folder, for
-what has to be trained:
+Every good row is scored once as it is and once with each fault that a file needs (faults.py); a
+row's numbers do not depend on the file around it, so files of any mixture are put together from
+them. Donors of exchanged answers are in no file. The rows are cut into two halves by prompt:
+thresholds and scales were chosen on "develop", figures are quoted from "report" (--only report
+makes no other). Intervals: 95 %, rows of a file drawn anew. Every number is kept in the run folder,
+so that a killed command goes on where it stopped.
+
+Row tests without and with trusted rows, these joined with the loss; loss, length, IFD (of the
+answer's tokens), random and, with trusted rows, DSIR (its weights, no noise) and RDS+, as `python
+-m baselines` has them. The mixed files lie in the run folder, for what has to be trained:
 
     python -m paper selectors --scale small --data "--lower runs/noise_6m/report-all-kinds-30.jsonl
         --model MODEL --upper trusted.jsonl"
 """
 
 import collections
+import contextlib
 import json
 import random
 import time
@@ -32,15 +35,18 @@ import ranking
 import utils
 from baselines.__main__ import open_levels
 from baselines.__main__ import parse_args as parse_baseline
+from baselines.dsir import dsir_log_weights, row_texts
+from baselines.rds import first_turns, pooled
 from baselines.scores import joined_scores
-from batches import row_losses
+from batches import each_row, row_losses
 from data import sets
 from data.tokens import end_ids, load_rows
 from paper import faults
-from paper.plans import words_of
+from paper.plans import chosen, words_of
 from paper.results import save_results
 from paper.running import slug
 from runtime import processes
+from text_reasons import text_reasons
 from utils import UserError, table
 
 SHARES = (0.05, 0.3, 0.6)
@@ -89,14 +95,36 @@ def saved_rows(folder, name, rows, scorer):
     return load_rows(str(source), scorer.tokenizer, **scorer.options)[0]
 
 
+@contextlib.contextmanager
+def vectors_seen(model):
+    """{tokens of a row: its RDS+ vector} of every row that the model reads meanwhile."""
+    seen = {}
+
+    def keep(module, args, batch, output):
+        lengths = batch["cu_seqlens"].diff().tolist()
+        seen.update(zip((tuple(ids.tolist()) for ids in batch["input_ids"][0].split(lengths)),
+                        pooled(output[0][0], batch), strict=True))
+
+    handle = model.base_model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
 def evidence_of(folder, name, tokens, scorer):
-    """{number: (n,)} of `ranking.row_evidence`, from the run folder if it is there already."""
+    """{number: (n,)} of `ranking.row_evidence`, from the run folder if it is there already.
+
+    Also "characters", and "vector" (n, hidden size), what RDS+ compares.
+    """
     file, found = folder / f"{name}.safetensors", {}
     if file.exists():
         found = load_file(file)
-    if not set(ranking.EVIDENCE) <= set(found):
-        found = {key: values.contiguous() for key, values in ranking.row_evidence(
-            scorer.model, tokens, scorer.ends, scorer.blank, label=name).items()}
+    if not {*ranking.EVIDENCE, "vector"} <= set(found):
+        with vectors_seen(scorer.model) as seen:
+            found = {key: values.contiguous() for key, values in ranking.row_evidence(
+                scorer.model, tokens, scorer.ends, scorer.blank, label=name).items()}
+        found["vector"] = torch.stack([seen[tuple(ids)] for ids in tokens["input_ids"][:]])
         utils.write_atomic(file, save(found))
     return found | {"characters": torch.tensor(
         [float(len(text)) for text in tokens["response"][:]], dtype=torch.float64)}
@@ -127,11 +155,11 @@ class Losses:
         return torch.tensor(losses, dtype=torch.float64), torch.tensor(lengths)
 
 
-def print_forwards(folder, tokens, made, scorer):
+def print_forwards(folder, tokens, files, made, scorer):
     """What is left to do: forwards of rows, tokens, and minutes by a forward timed here.
 
-    tokens: {name: tokenised rows}; made: how many faults `Losses` knows. Faults are made of at most
-    FAULTS rows of either half, cut and exchanged, in every version that a row has.
+    tokens: {name: tokenised rows}; files: how many are judged; made: how many faults `Losses`
+    knows. Of every file FAULTS rows are cut and as many exchanged, some of them in other files too.
     """
     lengths = {name: sets.row_lengths(rows) for name, rows in tokens.items()}
     answers = {name: torch.tensor([sum(trained) for trained in rows["trained"][:]])
@@ -140,9 +168,7 @@ def print_forwards(folder, tokens, made, scorer):
     forwards = 2 * sum(len(lengths[name]) for name in left)
     count = sum(int((lengths[name] + answers[name]).sum()) + len(scorer.blank) * len(lengths[name])
                 for name in left)
-    versions = sum(len(own) for name, own in lengths.items() if name != "trusted")
-    share = min(1.0, 2 * ranking.FAULTS / len(lengths["clean"]))
-    faults_left = max(0, round(2 * share * versions) - made)
+    faults_left = max(0, 2 * files * min(ranking.FAULTS, len(lengths["clean"])) - made)
     count += round(faults_left * float(torch.cat(list(lengths.values())).double().mean()))
     clean = batches.tokens_only(tokens["clean"])
     sample = batches.take(clean, range(min(16, len(clean))))
@@ -154,39 +180,45 @@ def print_forwards(folder, tokens, made, scorer):
           f"tokens/s measured here: {count / rate / 60:.1f} minutes", flush=True)
 
 
-def file_of(parts, kinds, share, half, seed):
-    """One file: (tokenised rows, {number: (n,)}, labels), `share` of its rows faulty.
+def labels_of(places, kinds, share, half, seed):
+    """{place: what its row is, a kind or "clean"} of one file, in its order; `share` are faulty.
 
-    parts: {kind or "clean": see `measure`}. Each kind takes an equal part of the faulty rows. Only
-    rows that can have all kinds are in the file: else whether a row can have the fault would tell
-    good rows from bad ones (an answer of one sentence cannot be cut behind the first).
+    places: {kind or "clean": places of the rows that can be it}. Each kind takes an equal part of
+    the faulty rows. Only rows that can have all kinds are in the file: else whether a row can have
+    the fault would tell good rows from bad ones (an answer of one sentence cannot be cut behind the
+    first).
     """
-    import datasets  # not on every machine
-
-    at = {kind: {place: n for n, place in enumerate(parts[kind][1])} for kind in ("clean", *kinds)}
-    rows = [place for place in at["clean"]
-            if place % 2 == half and all(place in at[kind] for kind in kinds)]
+    able = set.intersection(*(set(places[kind]) for kind in ("clean", *kinds)))
+    rows = sorted(place for place in able if place % 2 == half)
     random.Random(seed).shuffle(rows)
-    wanted, chosen = round(share * len(rows)), {}
+    wanted, labels = round(share * len(rows)), {}
     for number, kind in enumerate(kinds):
         count = wanted // len(kinds) + (number < wanted % len(kinds))
-        free = [place for place in rows if place not in chosen]
-        chosen |= dict.fromkeys(free[:count], kind)
-    labels = [chosen.get(place, "clean") for place in rows]
-    picked = [(parts[kind], at[kind][place]) for place, kind in zip(rows, labels, strict=True)]
-    found = {name: torch.stack([part[2][name][n] for part, n in picked])
-             for name in parts["clean"][2]}
-    tokens = datasets.Dataset.from_list([
-        {name: part[0][n][name] for name in ("input_ids", "trained", "prompt", "response")}
-        for part, n in picked])
-    return tokens, found, labels
+        free = [place for place in rows if place not in labels]
+        labels |= dict.fromkeys(free[:count], kind)
+    return {place: labels.get(place, "clean") for place in rows}
 
 
-def write_file(path, tokens, labels):
+def file_of(parts, labels):
+    """The rows of one file: tokens and numbers (found) of those that `labels_of` names."""
+    import datasets  # not on every machine
+
+    at = {kind: {place: n for n, place in enumerate(part.places)} for kind, part in parts.items()}
+    picked = [(parts[kind], at[kind][place]) for place, kind in labels.items()]
+    return SimpleNamespace(
+        labels=list(labels.values()),
+        found={name: torch.stack([part.found[name][n] for part, n in picked])
+               for name in parts["clean"].found},
+        tokens=datasets.Dataset.from_list([
+            {name: part.tokens[n][name] for name in ("input_ids", "trained", "prompt", "response")}
+            for part, n in picked]))
+
+
+def write_file(path, file):
     """The rows of `file_of` with the columns bad and kind, which labelled rows have elsewhere."""
     utils.write_jsonl(path, [
         {"prompt": row["prompt"], "response": row["response"], "bad": label != "clean",
-         "kind": label} for row, label in zip(tokens, labels, strict=True)])
+         "kind": label} for row, label in zip(file.tokens, file.labels, strict=True)])
 
 
 # --- what the rankings make of a file -------------------------------------------------------------
@@ -202,23 +234,34 @@ def interval(scores, bad, seed):
     return torch.quantile(torch.tensor(values), torch.tensor([0.025, 0.975])).tolist()
 
 
-def scores_and_verdicts(found, made, trusted, seed):
-    """({ranking: scores (n,), higher is better}, {row tests: verdicts}) of the rows of a file."""
-    tests = {"tests": ranking.verdicts(found, None, made)}
+def scores_and_verdicts(file, made, trusted, seed, by_text=()):
+    """({ranking: scores (n,), higher is better}, {row tests: verdicts}) of the rows of a file.
+
+    file, trusted (or None): tokens and found of their rows. by_text: reasons that need no model.
+    """
+    found = file.found
+    tests = {"tests": ranking.verdicts(found, None, made, by_text)}
     if trusted is not None:
-        tests["tests, trusted"] = ranking.verdicts(found, trusted, made)
+        tests["tests, trusted"] = ranking.verdicts(found, trusted.found, made, by_text)
     blank = found["fluency"] - found["relevance"] / found["length"].clamp_min(1)
-    joined = joined_scores(found["loss"], tests.get("tests, trusted", tests["tests"])[0])
-    return {name: -verdict[0] for name, verdict in tests.items()} | {
-        "joined": joined, "loss": -found["loss"], "length": found["characters"],
+    scores = {name: -verdict[0] for name, verdict in tests.items()} | {
+        "joined": joined_scores(found["loss"], tests.get("tests, trusted", tests["tests"])[0]),
+        "loss": -found["loss"], "length": found["characters"],
         "IFD": -found["fluency"] / blank.clamp_min(1e-6),
-        "random": torch.rand(len(blank), generator=torch.Generator().manual_seed(seed))}, tests
+        "random": torch.rand(len(blank), generator=torch.Generator().manual_seed(seed))}
+    if trusted is not None:
+        weights, _ = dsir_log_weights(row_texts(file.tokens), row_texts(trusted.tokens))
+        scores["DSIR"] = torch.from_numpy(weights)
+        scores["RDS+"] = -first_turns(found["vector"], trusted.found["vector"])[0]
+    return scores, tests
 
 
-def judged(found, made, trusted, labels, seed):
+def judged(file, made, trusted, seed):
     """{ranking: figures} of one file: AUROC with interval, by kind; what the tests flagged."""
+    labels = file.labels
     bad = torch.tensor([label != "clean" for label in labels])
-    scores, tests = scores_and_verdicts(found, made, trusted, seed)
+    scores, tests = scores_and_verdicts(
+        file, made, trusted, seed, text_reasons(each_row(file.tokens, "prompt", "response")))
     figures = {}
     for name, values in scores.items():
         own = figures[name] = {}
@@ -248,32 +291,33 @@ def noise_table(args):
     folder = Path("runs") / f"noise_{args.name}"
     stored = Path("results") / f"{folder.name}.json"
     given = parse_baseline(["tests", *words_of(args.data), "--out", str(folder / "unused")])
-    plan = {(name, share): kinds for name, kinds in (
-        MIXED | {kind: (kind,) for kind in faults.KINDS}).items() for share in SHARES}
+    plan = [("clean", 0.0, ()), *((name, share, kinds) for name, kinds in (
+        MIXED | {kind: (kind,) for kind in faults.KINDS}).items() for share in SHARES)]
+    halves = chosen(args, HALVES)
     if args.list:
-        print("\n".join(f"{name}, {share:.0%} bad" for name, share in plan))
+        print("\n".join(f"{half}: {name}, {share:.0%} bad"
+                        for half in halves for name, share, _ in plan))
         return
     for file in (stored, folder / "command.json"):
         check_maker(file, args.command)
     if stored.exists():
         print(f"{stored}: finished; remove it to make the table again")
-        print_noise(json.loads(stored.read_text())["results"]["report"])
+        print_noise(list(json.loads(stored.read_text())["results"].values())[-1])
         return
     write_maker(folder / "command.json", args.command)
-    parts, trusted, losses, scorer = measure(args, given, folder)
-    results = {half: {} for half in HALVES}
-    files = [("clean", 0.0, ()), *((name, share, kinds) for (name, share), kinds in plan.items())]
-    for number, half in enumerate(HALVES):
-        for name, share, kinds in tqdm(files, desc=half):
-            tokens, found, labels = file_of(parts, kinds, share, number, given.seed)
+    parts, trusted, losses, scorer = measure(args, given, folder, plan, halves)
+    results = {half: {} for half in halves}
+    for half in halves:
+        for name, share, kinds in tqdm(plan, desc=half):
+            places = {kind: part.able for kind, part in parts.items()}
+            file = file_of(parts, labels_of(places, kinds, share, HALVES.index(half), given.seed))
             if name in MIXED:
-                write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", tokens,
-                           labels)
-            made = ranking.made_faults(losses, tokens, scorer.ends, found, given.seed)
-            results[half][f"{name}, {share:.0%}"] = judged(found, made, trusted, labels, given.seed)
-    save_results(stored, args.command, results, rows=len(parts["clean"][1]),
-                 trusted=0 if trusted is None else len(trusted["end"]))
-    print_noise(results["report"])
+                write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", file)
+            made = ranking.made_faults(losses, file.tokens, scorer.ends, file.found, given.seed)
+            results[half][f"{name}, {share:.0%}"] = judged(file, made, trusted, given.seed)
+    save_results(stored, args.command, results, rows=args.rows,
+                 trusted=0 if trusted is None else len(trusted.tokens))
+    print_noise(results[halves[-1]])
 
 
 def check_maker(file, command):
@@ -308,11 +352,12 @@ def trusted_rows(levels):
             for row in (levels.upper.select(range(count)) if count else ())]
 
 
-def measure(args, given, folder):
+def measure(args, given, folder, plan, halves):
     """All numbers that files are put together from: (parts, trusted, losses, scorer).
 
-    parts: {kind or "clean": (tokenised rows, their places, {number: (n,)})}; trusted: {number:
-    (n,)} or None; losses: of made faults.
+    parts: {kind or "clean": tokens and numbers (found) of the rows that a file of the plan reads,
+    their places, and the places of all that can have the fault (able)}; trusted: the same or None;
+    losses: of made faults.
     """
     levels, scorer = open_scorer(given)
     good, donors = good_and_donors(levels.lower, args.rows, given.seed)
@@ -325,19 +370,28 @@ def measure(args, given, folder):
         raise UserError(f"noise: {few} rows of one half can have every fault, fewer than {FEWEST}; "
                         f"{len(rows[rarest])} of {len(good)} rows can be {rarest}: give others, or "
                         "more --rows")
-    if trusted := trusted_rows(levels):
-        rows["trusted"] = list(enumerate(trusted))
     names = {kind: kind.replace(" ", "_") for kind in rows}
     tokens = {kind: saved_rows(folder, names[kind], [row for _, row in own], scorer)
               for kind, own in rows.items()}
+    able = {kind: [rows[kind][n][0] for n in own["row_id"][:]] for kind, own in tokens.items()}
+    wanted = set()  # (place, kind)
+    for half in halves:
+        for _, share, kinds in plan:
+            wanted |= labels_of(able, kinds, share, HALVES.index(half), given.seed).items()
+    parts = {kind: SimpleNamespace(able=able[kind], tokens=own.select(
+        [n for n, place in enumerate(able[kind]) if (place, kind) in wanted]),
+        places=[place for place in able[kind] if (place, kind) in wanted])
+        for kind, own in tokens.items()}
+    read = {names[kind]: part for kind, part in parts.items()}
+    if trusted := trusted_rows(levels):
+        read["trusted"] = SimpleNamespace(tokens=saved_rows(folder, "trusted", trusted, scorer))
     scorer.blank = ranking.blank_prompt(tokens["clean"])
     losses = Losses(scorer.model, folder / "made.jsonl")
-    print_forwards(folder, {names[kind]: own for kind, own in tokens.items()}, len(losses.known),
-                  scorer)
-    parts = {kind: (own, [rows[kind][n][0] for n in own["row_id"][:]],
-                    evidence_of(folder, names[kind], own, scorer)) for kind, own in tokens.items()}
-    trusted = parts.pop("trusted", (None, None, None))[2]
-    return parts, trusted, losses, scorer
+    print_forwards(folder, {name: part.tokens for name, part in read.items()},
+                   len(plan) * len(halves), len(losses.known), scorer)
+    for name, part in read.items():
+        part.found = evidence_of(folder, name, part.tokens, scorer)
+    return parts, read.get("trusted"), losses, scorer
 
 
 def print_noise(results):

@@ -9,6 +9,7 @@ anew. The row tests see all answers as one file, half of them bad.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -35,13 +36,15 @@ def pairs_table(args):
     noise.write_maker(folder / "command.json", args.command)
     tokens = noise.saved_rows(folder, "answers", answers, scorer)
     scorer.blank = ranking.blank_prompt(tokens)
-    found, trusted = noise.evidence_of(folder, "answers", tokens, scorer), None
+    read = {"answers": SimpleNamespace(tokens=tokens)}
     if rows := noise.trusted_rows(levels):
-        trusted = noise.evidence_of(folder, "trusted", noise.saved_rows(
-            folder, "trusted", rows, scorer), scorer)
+        read["trusted"] = SimpleNamespace(tokens=noise.saved_rows(folder, "trusted", rows, scorer))
+    for name, part in read.items():
+        part.found = noise.evidence_of(folder, name, part.tokens, scorer)
+    answers, trusted = read["answers"], read.get("trusted")
     made = ranking.made_faults(noise.Losses(scorer.model, folder / "made.jsonl"), tokens,
-                               scorer.ends, found, given.seed)
-    scores, _ = noise.scores_and_verdicts(found, made, trusted, given.seed)
+                               scorer.ends, answers.found, given.seed)
+    scores, _ = noise.scores_and_verdicts(answers, made, trusted, given.seed)
     place = {row_id: n for n, row_id in enumerate(tokens["row_id"][:])}
     both = [n for n in range(len(sets)) if {2 * n, 2 * n + 1} <= set(place)]  # none was too long
     if not both:
@@ -53,7 +56,7 @@ def pairs_table(args):
         [name in ("all", sets[n]) for n in both])], given.seed)
         for method, values in right.items()} for name in names}
     save_results(Path("results") / f"pairs_{args.name}.json", args.command, results,
-                 pairs=len(both), trusted=0 if trusted is None else len(trusted["end"]))
+                 pairs=len(both), trusted=0 if trusted is None else len(trusted.tokens))
     print(table(["worse answer found", "pairs", *right], [
         [name, own["loss"]["pairs"], *(f"{own[m]['share']:.3f} ({own[m]['interval'][0]:.2f}-"
                                        f"{own[m]['interval'][1]:.2f})" for m in right)]

@@ -14,7 +14,7 @@ def test_bad_input(here, refused):
             (["demo", "--only", "BDS"], "nothing to choose from"),
             (["table1", "--seeds", "0"], "--seeds must be 1 or more"),
             (["table1", "--judge", "--local m"], "--judge: table1 does not read it; winrate would"),
-            (["noise", "--only", "swapped"], "--only: noise does not read it; "),
+            (["noise", "--seeds", "2"], "--seeds: noise does not read it; "),
             (["pairs", "--seeds", "3"], "--seeds: pairs does not read it; "),
             (["small", "--online", "--k-gen 3"], "--online: small does not read it; "),
             (["refine", "--select", "--epochs 1"], "--select: refine does not read it; "),

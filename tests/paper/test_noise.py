@@ -78,7 +78,8 @@ def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     assert list(report) == ["clean, 0%", "all kinds, 30%",
                             *(f"{kind}, 30%" for kind in faults.KINDS)]
     figures = report["all kinds, 30%"]
-    assert list(figures) == ["tests", "tests, trusted", "joined", "loss", "length", "IFD", "random"]
+    assert list(figures) == ["tests", "tests, trusted", "joined", "loss", "length", "IFD", "random",
+                             "DSIR", "RDS+"]
     low, high = figures["tests"]["interval"]
     assert 0 <= low <= high <= 1
     counts = figures["tests"]["reasons"]
