@@ -11,7 +11,7 @@ intervals at each scale (claims.py). Behind it, in any order, words as a shell s
     published            the paper's figures as further columns
     claims               what is claimed about these results, and on how many seeds it was seen
 
-Of noise_NAME one of the words rankings, shares, flags and reasons, of pairs_NAME none: what
+Of noise_NAME one of the words rankings, others, shares, flags and reasons, of pairs_NAME none: what
 `python -m paper noise` and `pairs` found on the reporting half.
 
 The line that says what a result was made by is always there. A table has at most five columns,
@@ -155,9 +155,10 @@ TESTS, WITH_TRUSTED, SHARES = "tests", "tests, trusted", ("5%", "30%", "60%")
 
 
 def noise_lines(result, words, place):
-    """Lines of a Markdown table of one of the kinds `rankings`, `shares`, `flags`, `reasons`."""
+    """Lines of a Markdown table of one of these kinds."""
     report, kinds = result["results"]["report"], {
-        "rankings": ranking_rows, "shares": share_rows, "flags": flag_rows, "reasons": reason_rows}
+        "rankings": ranking_rows, "others": other_rows, "shares": share_rows, "flags": flag_rows,
+        "reasons": reason_rows}
     if len(words) != 1 or words[0] not in kinds:
         raise UserError(f"{place}: wanted one of {', '.join(kinds)}")
     return markdown_lines(*kinds[words[0]](report), place)
@@ -178,6 +179,14 @@ def ranking_rows(report):
                      f"({low:.2f}-{high:.2f})",
                      *(f"{figures[name]['auroc']:.3f}" for name in ("joined", "loss", "IFD"))])
     return ["faults, 30 % of the rows", "tests; with trusted rows", "joined", "loss", "IFD"], rows
+
+
+def other_rows(report):
+    """AUROC of the other rankings where 30 % of the rows are bad."""
+    names = ("length", "DSIR", "RDS+", "random")
+    return ["faults, 30 % of the rows", *names], [
+        [fault, *(f"{figures[name]['auroc']:.3f}" for name in names)]
+        for fault, figures in files_with(report, "30%").items()]
 
 
 def share_rows(report):

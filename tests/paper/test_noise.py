@@ -6,10 +6,12 @@ import random
 import pytest
 import torch
 from conftest import make_rows, write_rows
+from safetensors.torch import load_file
 
 import models
 import ranking
 import utils
+from baselines.__main__ import main as baselines_main
 from batches import row_losses
 from data.tokens import load_rows
 from paper import faults, noise, pairs
@@ -98,7 +100,14 @@ def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     assert {kind: rows["kind"][:].count(kind) for kind in set(rows["kind"][:])} == {
         kind: sum(own.values()) for kind, own in figures["tests"]["reasons"].items()}
     assert rows["bad"][:] == [kind != "clean" for kind in rows["kind"][:]]
-    assert 0 < made <= forwards - 2 * sum(counts.values())
+    assert 0 < made <= forwards - 2 * (counts["trusted"] + 40)
+    for name, flags in (("dsir", ["--dsir-no-noise"]), ("rds", [])):  # as the command ranks
+        baselines_main([name, *tiny.split(), "--lower", "runs/noise_tiny/report-all-kinds-30.jsonl",
+                        *flags, "--allow-overlap", "--out", f"{name}.jsonl"])
+        ranked = sorted(utils.read_jsonl(tmp_path / f"{name}.jsonl"), key=lambda r: r["row_id"])
+        assert figures[{"dsir": "DSIR", "rds": "RDS+"}[name]]["auroc"] == ranking.auroc(
+            torch.tensor([row["score"] for row in ranked], dtype=torch.float64),
+            torch.tensor([row["bad"] for row in ranked]))
     assert "90" in refused(lambda: main(["noise", "--rows", "46", "--data", tiny]))
     assert "--rows -5: 20 or more" in refused(lambda: main(["noise", "--rows", "-5"]))
     assert "name the rows" in refused(lambda: main(["noise"]))
@@ -139,6 +148,20 @@ def test_a_killed_table_goes_on_and_a_finished_one_stays(tiny, tmp_path, monkeyp
     main(words)
     assert stored.read_text() == first
     assert "made by another command" in refused(lambda: main([*words, "--rows", "41"]))
+
+
+def test_one_half_alone_reads_only_its_rows(tiny, tmp_path, refused, capfd):
+    words = ["noise", "--rows", "40", "--data", tiny, "--only", "report"]
+    main([*words, "--name", "half"])
+    main(["noise", "--rows", "40", "--data", tiny, "--name", "both"])
+    half, both = (json.loads((tmp_path / f"results/noise_{name}.json").read_text())["results"]
+                  for name in ("half", "both"))
+    assert half == {"report": both["report"]}
+    for kind, wanted in (("clean", 20), ("echo", 6), ("trusted", 27)):  # three were held out
+        found = load_file(tmp_path / f"runs/noise_half/{kind}.safetensors")
+        assert len(found["end"]) == len(found["vector"]) == wanted
+    assert "nothing here has the name 'swapped'" in refused(lambda: main(
+        [*words[:-1], "swapped"]))
 
 
 def test_remembered_losses_are_those_of_the_model(tmp_path, folders):

@@ -159,7 +159,9 @@ def noise_results():
         own = {"auroc": value, "interval": [value - 0.1, value + 0.05], "found": 0.5,
                "clean_flagged": 0.012, "reasons": reasons}
         return {"tests": own, "tests, trusted": own | {"auroc": value + 0.01},
-                "joined": {"auroc": 0.7}, "loss": {"auroc": 0.6}, "IFD": {"auroc": 0.4}}
+                "joined": {"auroc": 0.7}, "loss": {"auroc": 0.6}, "IFD": {"auroc": 0.4},
+                "length": {"auroc": 0.3}, "DSIR": {"auroc": 0.2}, "RDS+": {"auroc": 0.1},
+                "random": {"auroc": 0.5}}
 
     report = {"clean, 0%": figures(0, {})}
     for fault, reasons in rendering.REASONS.items():
@@ -177,6 +179,9 @@ def test_row_tests_are_rendered(here):
         "| faults, 30 % of the rows | tests; with trusted rows | joined | loss | IFD |")
     assert rows[0] == "| swapped | 0.800; 0.810 (0.70-0.85) | 0.700 | 0.600 | 0.400 |"
     assert len(rows) == len(rendering.REASONS) and source.startswith("`python -m paper table1`")
+    header, _, *rows, _, _ = rendered("noise_t others")
+    assert header == "| faults, 30 % of the rows | length | DSIR | RDS+ | random |"
+    assert rows[0] == "| swapped | 0.300 | 0.200 | 0.100 | 0.500 |"
     header, _, *rows, _, _ = rendered("noise_t shares")
     assert header == "| faults | 5% | 30% | 60% |"
     assert rows[0] == "| swapped | 0.810 | 0.810 | 0.810 |"
@@ -189,7 +194,7 @@ def test_row_tests_are_rendered(here):
     named, right = len(rendering.REASONS) * 8, len(rendering.REASONS) * 6
     assert rows[-1] == f"| right, of those with a name | {named} | {right} (75%) |"
     for words in ("noise_t", "noise_t other", "noise_t shares flags"):
-        with pytest.raises(rendering.UserError, match="wanted one of rankings, shares, flags, r"):
+        with pytest.raises(rendering.UserError, match="wanted one of rankings, others, shares, f"):
             rendered(words)
 
 
