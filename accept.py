@@ -109,25 +109,20 @@ def shortlists(questions, answers, size=SHORTLIST):
     return chosen
 
 
-def pair_scores(model, prompts, bodies, blank, lists):
-    """s of each prompt with the bodies at its list's places: [{place: s}, one a prompt].
+def pair_scores(model, pairs, blank):
+    """s of each pair (prompt, answer), token lists, answers without end tokens: [s].
 
-    prompts, bodies: token lists, answers without end tokens; blank: the blank prompt's tokens.
-    Under the frozen base, the adapter switched off.
+    blank: the blank prompt's tokens. Under the frozen base, the adapter switched off.
     """
-    pairs = [(n, place) for n, places in enumerate(lists) for place in places]
-    asked = sorted({place for _, place in pairs})
+    answers = list({tuple(answer): answer for _, answer in pairs}.values())
     with model.disable_adapter():
-        alone, lengths = row_losses(model, [answer_row(blank, bodies[p]) for p in asked],
+        alone, lengths = row_losses(model, [answer_row(blank, answer) for answer in answers],
                                     label="search: answers alone")
-        given, _ = row_losses(model, [answer_row(prompts[n], bodies[p]) for n, p in pairs],
-                              label="search: pairs")
-    alone = {p: (loss, math.sqrt(count)) for p, loss, count in zip(
-        asked, alone.tolist(), lengths.tolist(), strict=True)}
-    found = [{} for _ in prompts]
-    for (n, place), loss in zip(pairs, given.tolist(), strict=True):
-        found[n][place] = (alone[place][0] - loss) * alone[place][1]
-    return found
+        given, _ = row_losses(model, [answer_row(*pair) for pair in pairs], label="search: pairs")
+    alone = {tuple(answer): (loss, math.sqrt(count)) for answer, loss, count in zip(
+        answers, alone.tolist(), lengths.tolist(), strict=True)}
+    return [(alone[tuple(answer)][0] - loss) * alone[tuple(answer)][1]
+            for (_, answer), loss in zip(pairs, given.tolist(), strict=True)]
 
 
 def best_of(scores, original):
@@ -150,14 +145,12 @@ def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
     lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool], size)
     lists = [[place for place in places if has_room(row, pool[place], context)]
              for row, places in zip(rows, lists, strict=True)]
-    bodies, own = [row["body"] for row in pool], []
-    for others in beaten:
-        own.append([*range(len(bodies), len(bodies) + len(others))])
-        bodies += [row["body"] for row in others]
-    scores = pair_scores(model, [row["prompt"] for row in rows], bodies, blank,
-                         [places + mine for places, mine in zip(lists, own, strict=True)])
-    return [({p: values[p] for p in places}, [values[p] for p in mine])
-            for places, values, mine in zip(lists, scores, own, strict=True)]
+    s = iter(pair_scores(model, [
+        (row["prompt"], other["body"]) for row, places, others in zip(
+            rows, lists, beaten, strict=True)
+        for other in [*(pool[place] for place in places), *others]], blank))
+    return [({place: next(s) for place in places}, [next(s) for _ in others])
+            for places, others in zip(lists, beaten, strict=True)]
 
 
 def search(model, rows, pool, blank, context):

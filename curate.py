@@ -15,7 +15,6 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 import models
 from batches import answer_row, each_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
-from data.sets import longest_prompt
 from data.tokens import LABELS, response_text
 from detect import repetition
 from generate import generate
@@ -40,7 +39,7 @@ def end_tokens(rows, tokenizer):
 
 def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
-    longest = longest_prompt(lower)
+    longest = max(trained.index(1) for (trained,) in each_row(lower, "trained"))
     if longest + max_new_tokens > context:
         raise UserError(
             f"--max-new-tokens {max_new_tokens}: behind the longest prompt of {longest} tokens it "

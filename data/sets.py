@@ -171,18 +171,6 @@ def row_lengths(rows):
     return sequence_lengths(rows).sum(dim=0)
 
 
-def longest_prompt(rows):
-    """Tokens before the first trained one, the most of any row; no token list becomes Python's."""
-    longest = 0
-    for table in rows.select_columns(["trained"]).with_format("arrow").iter(batch_size=10_000):
-        column = table["trained"].combine_chunks()
-        counts = pyarrow.compute.list_value_length(column).to_numpy()
-        starts = counts.cumsum() - counts
-        trained = column.flatten().to_numpy().nonzero()[0]
-        longest = max(longest, int((trained[trained.searchsorted(starts)] - starts).max()))
-    return longest
-
-
 def check_lengths(rows, context_length, name):
     """`UserError` when a row, or either side of a pair, is longer than the model's context."""
     lengths = sequence_lengths(rows).amax(dim=0)

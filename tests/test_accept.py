@@ -105,16 +105,13 @@ def test_eq_pair_scores_are_information_a_root_token(tuned):
     base; the adapter is off meanwhile, and on again."""
     base, model = tuned
     rows, blank = rows_of(7), [9, 8]
-    lists = [[(n + k) % 7 for k in range(0, 7, 1 + n % 3)] for n in range(6)] + [[]]
-    prompts, bodies = [row["prompt"] for row in rows], [row["body"] for row in rows]
-    found = accept.pair_scores(model, prompts, bodies, blank, lists)
-    assert [list(own) for own in found] == lists
-    for prompt, own in zip(prompts, found, strict=True):
-        for place, value in own.items():
-            body = bodies[place]
-            assert value == pytest.approx((logp(base, prompt, body) - logp(base, blank, body))
-                                          / math.sqrt(len(body)), abs=1e-4)
-    assert abs(logp(model, prompts[0], bodies[1]) - logp(base, prompts[0], bodies[1])) > 0.01
+    pairs = [(rows[n]["prompt"], rows[(n + k) % 7]["body"])
+             for n in range(6) for k in range(0, 7, 1 + n % 3)]
+    found = accept.pair_scores(model, pairs, blank)
+    for (prompt, body), value in zip(pairs, found, strict=True):
+        assert value == pytest.approx((logp(base, prompt, body) - logp(base, blank, body))
+                                      / math.sqrt(len(body)), abs=1e-4)
+    assert abs(logp(model, *pairs[1]) - logp(base, *pairs[1])) > 0.01
 
 
 def test_best_of():
@@ -134,10 +131,9 @@ def scored(monkeypatch):
     """
     spy = SimpleNamespace(missed=set(), asked=[])
 
-    def pair_scores(model, prompts, bodies, blank, lists):
-        spy.asked.append((prompts, bodies, lists))
-        return [{p: 5.0 if bodies[p][0] == prompt[0] else -0.01 * bodies[p][0] for p in places}
-                for prompt, places in zip(prompts, lists, strict=True)]
+    def pair_scores(model, pairs, blank):
+        spy.asked.append(pairs)
+        return [5.0 if body[0] == prompt[0] else -0.01 * body[0] for prompt, body in pairs]
 
     monkeypatch.setattr(accept, "pair_scores", pair_scores)
     monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
@@ -179,10 +175,10 @@ def test_the_trial_of_search_offers_each_own_answer_once_and_once_not(scored):
     assert right == [k == 0 and n != 2 for n in range(3) for k in (0, 1)]
     assert all((m > 4) == ok for m, ok in zip(margins, right, strict=True))
     assert len(spared) == 3 and max(spared) < -4  # beside the good original nothing fits
-    (_, bodies, lists), = scored.asked
-    for n, places in enumerate(lists):  # the bad original is another row's answer, and is beaten
-        assert bodies[places[-1]] == trusted[n]["body"]
-        assert bodies[places[-2]] == trusted[(n + 1) % 3]["body"]
+    pairs, = scored.asked
+    for n, row in enumerate(trusted):  # the bad original is another row's answer, and is beaten
+        *_, bad, own = [body for prompt, body in pairs if prompt == row["prompt"]]
+        assert own == row["body"] and bad == trusted[(n + 1) % 3]["body"]
     # Answers that occur twice, and once with a full stop: a copy is the right answer as well.
     double = [row | {"body": own["body"], "prompt": own["prompt"],
                      "answer": own["answer"] + ("." if n % 2 else "")}
@@ -196,8 +192,7 @@ def test_a_trial_chooses_among_as_many_answers_as_the_search(monkeypatch):
     rows, seen = puzzle(accept.SHORTLIST + 5), []
     monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
         [*range(len(answers))][:size] for _ in questions])
-    monkeypatch.setattr(accept, "pair_scores", lambda model, prompts, bodies, blank, lists: [
-        dict.fromkeys(places, 0.0) for places in lists])
+    monkeypatch.setattr(accept, "pair_scores", lambda model, pairs, blank: [0.0] * len(pairs))
     monkeypatch.setattr(accept, "best_of", lambda scores, own: seen.append([*scores]) or (0, 0.0))
     accept.search(None, rows[:1], rows[1:], [3], 99)
     accept.trial_search(None, rows[:1], rows[1:], [3], 99)
@@ -684,18 +679,17 @@ def test_no_answer_is_put_where_it_has_no_room(online, files, mask_of, monkeypat
         for n, row in enumerate(rows):
             row["response" if n % 5 == 1 else "prompt"] += 14 * (n % 5 in (1, 2)) * " stone"
         write_rows(paths[name], rows)
-    seen, lists, losses, score = [], [], accept.row_losses, accept.pair_scores
+    seen, lists, losses, scored = [], [], accept.row_losses, accept.scored
     monkeypatch.setattr(accept, "shortlists", lambda questions, answers, size: [
         [*range(len(answers))] for _ in questions])
     monkeypatch.setattr(accept, "row_losses", lambda model, rows, **more: seen.extend(
         len(row["input_ids"]) for row in rows) or losses(model, rows, **more))
-    monkeypatch.setattr(accept, "pair_scores", lambda *given: lists.append(given[-1]) or score(
-        *given))
+    monkeypatch.setattr(accept, "scored", lambda *given: lists.append(scored(*given)) or lists[-1])
     run = online(paths, refine="accept", batch=7, epochs=1,
                  mask=mask_of(read_rows(paths["lower"]), lambda n: n > 9))
     searched = json.loads((run.out / "search.json").read_text())
     assert 100 < max(seen) <= 128
-    asked = [set(places) for places in lists[0]]  # the suspect rows come first
+    asked = [set(found) for found, _ in lists[0]]  # the suspect rows come first
     for answer in (1, 6):  # behind a long question it has no room, behind others it has
         assert not any(answer in asked[question] for question in (2, 7))
         assert all(answer in asked[question] for question in (0, 3, 4, 5, 8, 9))

@@ -2,13 +2,11 @@
 
 import json
 
-import datasets
 import pytest
 from conftest import CHATML, make_tokenizer, write_rows
 
 import curate
 from data import layouts, tokens
-from data.sets import longest_prompt
 from utils import UserError, content_hash
 
 ASK, ANSWER = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
@@ -177,14 +175,6 @@ def test_the_end_of_a_turn_is_found_behind_many_cut_rows(load):
     assert not any(rows["complete"][:150]) and curate.end_tokens(rows, tokenizer) == ends
     assert curate.end_tokens(rows.select(range(150, -1, -1)), tokenizer) == ends
     assert curate.end_tokens(rows.select(range(100)), tokenizer) == {tokenizer.eos_token_id}
-
-
-def test_the_longest_prompt_without_lists(load):
-    rows, _ = load([{"messages": [{"role": "user", "content": "red " * n}, ANSWER]}
-                    for n in (3, 40, 1, 12)] + [{"messages": [ASK, ANSWER, *MORE]}], turns="all")
-    for part in (rows, rows.select([3, 0]), rows.select([4]), datasets.Dataset.from_list(
-            [{"trained": [0, 0, 1]}, {"trained": [1, 0, 1]}])):
-        assert longest_prompt(part) == max(row["trained"].index(1) for row in part)
 
 
 @pytest.mark.parametrize(("template", "written", "text"), [
