@@ -97,6 +97,29 @@ def minhashes(text):
                         for part in values.split(SHINGLES_AT_ONCE)]).amin(dim=0)
 
 
+class NearCopies:
+    """Remembers rows by two signatures each, of `minhashes`, and says which are nearly there.
+
+    Rows that share a band of the first signature are compared, MOST_ALIKE at most a band.
+    """
+
+    def __init__(self):
+        self.kept, self.starts = array("i"), {}  # all signatures, one behind another; by band
+
+    def has(self, whole, end):
+        """Whether an earlier row is like this one by both signatures; if none is, it is kept."""
+        bands = [hash((n, *whole[n:n + ROWS_PER_BAND])) for n in range(0, HASHES, ROWS_PER_BAND)]
+        for start in {start for band in bands for start in self.starts.get(band, ())}:
+            equal = [*map(operator.eq, self.kept[start:start + 2 * HASHES], whole + end)]
+            if min(sum(equal[:HASHES]), sum(equal[HASHES:])) >= ALIKE * HASHES:
+                return True
+        for band in bands:
+            if len(known := self.starts.setdefault(band, [])) < MOST_ALIKE:
+                known.append(len(self.kept))
+        self.kept.extend(whole + end)
+        return False
+
+
 def broken(text):
     """Whether a text's encoding is broken: a stray control, or bytes of UTF-8 read one by one.
 
@@ -144,7 +167,7 @@ def text_reasons(rows):
     is right.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
-    seen, first, answers, reasons = {}, array("i"), {}, []
+    copies, answers, reasons = NearCopies(), {}, []
     for place, (prompt, answer) in enumerate(rows):
         plainly = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
         last, prompt, answer = (plain_words(text) for text in (
@@ -153,28 +176,28 @@ def text_reasons(rows):
         told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
         same = key in told
         if not same and len(words) > CLOSED:
-            signature = minhashes(f"{prompt} \x1f {answer}").tolist()
-            end = signature if last == prompt else minhashes(f"{last} \x1f {answer}").tolist()
-            bands = [hash((band, *signature[band:band + ROWS_PER_BAND]))
-                     for band in range(0, HASHES, ROWS_PER_BAND)]
-            same = any(all(sum(map(operator.eq, first[start:start + HASHES], part))
-                           >= ALIKE * HASHES
-                           for start, part in ((other, signature), (other + HASHES, end)))
-                       for other in {other for band in bands for other in seen.get(band, ())})
-            if not same:
-                for band in bands:
-                    if len(known := seen.setdefault(band, [])) < MOST_ALIKE:
-                        known.append(len(first))
-                first.extend(signature + end)
+            whole = end = minhashes(f"{prompt} \x1f {answer}").tolist()
+            if last != prompt:
+                end = minhashes(f"{last} \x1f {answer}").tolist()
+            same = copies.has(whole, end)
         reasons.append("duplicate" if same else plainly)
         count = math.inf if OPEN.match(prompt) or OPEN.match(last) else len(words)
         told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
-    for told in answers.values():
+    for place in conflicts(answers.values()):
+        reasons[place] = reasons[place] or "conflict"
+    return reasons
+
+
+def conflicts(questions):
+    """Places of answers that contradict a short one to the same question.
+
+    questions: of each {answer: (place, words, their hashes)}.
+    """
+    for told in questions:
         short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
         for place, _, own in told.values() if len(told) > 1 else ():
             if any(contradict({*own}, other) for other in short):
-                reasons[place] = reasons[place] or "conflict"
-    return reasons
+                yield place
 
 
 def contradict(words, others):
