@@ -112,17 +112,21 @@ def parse(parser, argv, presets=PRESETS):
     args = parser.parse_args(argv)
     args.toy = toy
     check_values(args)
+    # Parsed onto None for every flag: what is not None then was given.
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args)))))
     refine = getattr(args, "refine", None)
-    unread = (OF_BDS if args.method in ("mix", "sft") else ()) + (
-        ("lora_rank", "lora_alpha") if args.adapter else ()) + (
-        () if args.upper_loss == "dpo" else ("dpo_beta",)) + (
-        ("ratio", "max_log_ratio") if refine not in (None, "generate") else ()) + (
-        ("num_answers", "temperature") if refine in ("drop", "original") else ()) + (
-        ("max_log_ratio",) if refine == "generate" and args.ratio == "lambda" else ()) + (
-        ("k_gen",) if refine in ("drop", "original") and args.mask != "dynamic" else ()) + (
-        ("epochs",) if getattr(args, "token_budget", None) else ()) + (
-        () if args.upper or args.toy else ("upper_limit", "upper_columns"))
+    none_written = refine in ("drop", "original")
+    unread = [name for names, is_unread in (
+        (OF_BDS, args.method in ("mix", "sft")),
+        (("lora_rank", "lora_alpha"), args.adapter),
+        (("dpo_beta",), args.upper_loss != "dpo"),
+        (("ratio", "max_log_ratio"), refine not in (None, "generate")),
+        (("max_log_ratio",), refine == "generate" and args.ratio == "lambda"),
+        (("num_answers", "temperature"), none_written),
+        (("k_gen",), none_written and args.mask != "dynamic"),
+        (("epochs",), getattr(args, "token_budget", None)),
+        (("upper_limit", "upper_columns"), not (args.upper or args.toy))) if is_unread
+        for name in names]
     flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")
