@@ -122,9 +122,6 @@ def refine(run, positions, sampling):
                - scores(model, prompts, [response_of(row) for row in rows], blank)).tolist()
     losses, lengths = row_losses(model, [answer_row(p, y)
                                          for p, y in zip(prompts, new, strict=True)])
-    if not torch.isfinite(losses).all():
-        raise UserError(f"{run.out}: the loss under the final model is not finite; lower --lr and "
-                        "start again in another --out")
     refined = {}
     for i, position in enumerate(positions):
         text = response_text(run.tokenizer, new[i], run.args.template)

@@ -55,10 +55,9 @@ def held_out_metrics(run):
     """
     values, reference, beta = {}, run.reference["upper_heldout"], run.args.dpo_beta
     if reference is not None:
-        logps = torch.stack(pair_logps(run.model, run.levels.upper_heldout, "upper_heldout"), 1)
-        margins = dpo_margins(logps.flatten(), reference, beta)
-        values = {"upper_heldout": upper_losses(logps.flatten(), None, reference,
-                                                beta).mean().item(),
+        logps = pair_logps(run.model, run.levels.upper_heldout, "upper_heldout")
+        margins = dpo_margins(logps, reference, beta)
+        values = {"upper_heldout": upper_losses(logps, None, reference, beta).mean().item(),
                   "upper_accuracy": (margins > 0).double().mean().item(),
                   "upper_margin": margins.mean().item()}
     for name in ("upper_heldout", "lower_heldout"):
