@@ -37,41 +37,55 @@ REPLY = re.compile(r"\n[#*> \t]{0,9}(Assistant|ASSISTANT|AI|Bot|Answer|Response|
 MARK = re.compile(r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
                   r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
 # A question with many right answers: "name a fruit".
-OPEN = re.compile(r"\W*(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|create|"
-                  r"suggest|list|tell|compose|think of|provide|invent|pick|choose|make|craft)( me| "
-                  r"us)? (an?|some|any|two|three|four|five|\d+) |(paraphrase|rephrase|rewrite|"
-                  r"reword|translate|summari[sz]e|h(i|ello|ey)|how are you)\b|.*\brandom\b)", re.I)
+OPEN = re.compile(r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
+                  r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
+                  r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
+                  r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
+                  r"translate|summari[sz]e|complete|continue|edit|describe|h(i|ello|ey)|how are "
+                  r"you)\b|what('s| is) an? (good|nice|great|funny|creative) )", re.I)
+RANDOM = re.compile(r"\brandom\b", re.I)
 # Questions that ask for several turns, or for how turns are written.
 ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
                    r"transcript|screenplay|quiz|flashcard|trivia|exercise|\bchat|few-shot|"
-                   r"function|program|algorithm|\bcode\b|python", re.I)
+                   r"function|program|algorithm|\bcode\b|python|\b(jokes?|riddles?|puns?)\b|"
+                   r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
+                   r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b|"
+                   r"\bexamples?\b", re.I)
 WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
 EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
                    r"no (answer|response)( (provided|available|given))?)\W*|"
                    r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
-                   r"blank|deleted|removed|(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*"
-                   r"[\]>)}]{1,2}|"
+                   r"blank|(deleted|removed)( by \w+)?|"
+                   r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
                    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
                    r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
                    r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
 # A link alone, or a printer's filler; and questions that may ask for one.
 LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
                   r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*", re.I | re.S)
-PLACE = re.compile(r"link|url|web|site|http|www|find|source|where|address|domain|page|article|"
-                   r"video|host|doc|repo|refer|cit(e|ation)|contact|resource|placeholder|dummy",
-                   re.I)
+PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
+                   r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
+                   r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
+                   r"ipsum|filler|downloads?|install)\b", re.I)
+SIGNS = re.compile(r"\b(morse|symbols?|signs?|ellips[ei]s|dots?|dash(es)?|punctuation|marks?|"
+                   r"characters?|lines?)\b", re.I)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
-LIKE_UTF8 = re.compile("[\xc2-\xdb][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|\xf0[\x80-\xbf]{3}")
+TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"
+# Leads of Latin letters and signs, which stand alone; other scripts' come in runs. An angstrom may
+# be squared.
+ALONE = re.compile(f"[\xc2-\xc4]{TWO}|\xc5(?![\xb2\xb3]){TWO}|[\xe1\xe2\xef]{MORE}|\xf0{TWO}{MORE}")
+RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
                     r"img|hr|su[bp]|body|html|iframe|center|blockquote)(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|"
                     r"</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|&(nbsp|amp|[lg]t|quot|apos|"
-                    r"[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5});", re.I)
+                    r"[lr][sd]quo|[mn]dash|hellip|[a-z](acute|grave|uml|circ|tilde|cedil)|"
+                    r"#x?[\da-f]{1,5});", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
-                    r"site|link|form\b|program|function|url|element|template|highlight|bold|font|"
+                    r"site|link|program|function|url|element|template|highlight|bold|font|"
                     r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|<|&#?\w+;",
                     re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
@@ -90,7 +104,7 @@ def minhashes(text):
     Two texts share each of them with probability |A and B| / |A or B| of their shingles.
     """
     words = text.split()
-    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode()) % _PRIME
+    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode("utf-8", "replace")) % _PRIME
                 for i in range(max(1, len(words) - SHINGLE + 1))}
     values = torch.tensor(sorted(shingles), dtype=torch.int64)[:, None]
     return torch.stack([((part * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
@@ -125,8 +139,9 @@ def broken(text):
 
     One letter of two bytes may be a capital before a quotation mark; a sign of three is none.
     """
-    found = LIKE_UTF8.findall(text.translate(BYTES))
-    return bool(CONTROL.search(text)) or sum(1 + (run[0] in "\xe2\xef\xf0") for run in found) > 1
+    text, stray = text.translate(BYTES), CONTROL.search(text)
+    return bool(stray or RUN.search(text)
+                or sum(1 + (run[0] in "\xe2\xef\xf0") for run in ALONE.findall(text)) > 1)
 
 
 def debris(prompt, answer):
@@ -134,10 +149,11 @@ def debris(prompt, answer):
 
     placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
     debris: broken encoding, or HTML in prose. Neither where the question has the same or may ask
-    for it (`PLACE`, `MARKED`).
+    for it (`PLACE`, `MARKED`). A "</s>" at the end is none: whole good files have one in each row.
     """
     answer = answer.strip()
-    empty = EMPTY.fullmatch(answer) or (LINK.fullmatch(answer) and not PLACE.search(prompt))
+    empty = (EMPTY.fullmatch(answer) and (WORD.search(answer) or not SIGNS.search(prompt))) or (
+        LINK.fullmatch(answer) and not PLACE.search(prompt))
     if not answer or (empty and answer.casefold() not in prompt.casefold()):
         return "placeholder"
     stray = (MARKUP.search(answer) and not MARKED.search(prompt)
@@ -172,8 +188,9 @@ def text_reasons(rows):
         plainly = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
         last, prompt, answer = (plain_words(text) for text in (
             prompt.strip().rpartition("\n")[2], prompt, answer))
-        words, key = WORD.findall(answer), zlib.crc32(answer.encode())
-        told = answers.setdefault(zlib.crc32(prompt.encode()) << 32 | len(prompt), {})
+        words, key = WORD.findall(answer), zlib.crc32(answer.encode("utf-8", "replace"))
+        asked = zlib.crc32(prompt.encode("utf-8", "replace")) << 32 | len(prompt)
+        told = answers.setdefault(asked, {})
         same = key in told
         if not same and len(words) > CLOSED:
             whole = end = minhashes(f"{prompt} \x1f {answer}").tolist()
@@ -181,7 +198,8 @@ def text_reasons(rows):
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else plainly)
-        count = math.inf if OPEN.match(prompt) or OPEN.match(last) else len(words)
+        openly = OPEN.match(prompt) or OPEN.match(last) or RANDOM.search(prompt)
+        count = math.inf if openly else len(words)
         told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
     for place in conflicts(answers.values()):
         reasons[place] = reasons[place] or "conflict"

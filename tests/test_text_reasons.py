@@ -109,7 +109,7 @@ EMPTY = """
 N/A | n.a. | Answer: N/A | <nooutput> | [No output] | No answer. | No response given | (none)
 [Insert output poster here] | TODO: write answer | <your answer here> | [deleted] | ... | ___
 Write your answer here | Lorem ipsum dolor sit amet, consectetur. | https://www.example.com/a?b=1
-See https://example.com. | [link](https://x.com) | https://a.com www.b.org
+[removed by admin] | See https://example.com. | [link](https://x.com) | https://a.com www.b.org
 """
 FULL = r"""
 Na | No. | None | Todo est\xe1 bien. | Undefined | NaN | Null | undefined | No output. | Answer
@@ -119,11 +119,14 @@ Read https://example.com first | 2 < 3 and b > a | AT&T; Q&A | a <b and c> | f<A
 the ideal <p> | <i>, then Esc | x<i>y | ```<p>a</p>``` | a\tb\x0bc
 \xc3\u201d, o fim | L\xc3\u2014f
 macht Spa\xdf\u201d, \u201cgro\xdf\u201d, sagt er | \xc2ge et \xe2me
+LIBERT\xc9\xa0! \xc9GALIT\xc9\xa0! | \xab\xa0sant\xe9\xa0\xbb et \xab\xa0beaut\xe9\xa0\xbb
+die Umlaute \u201e\xc4\u201c, \u201e\xd6\u201c und \u201e\xdc\u201c
+1200 \xc5\xb2, of these 600 \xc5\xb2 | Paris.</s> | write [/INST] behind it
 """
 DEBRIS = r"""
 caf\ufffd | don\x92t | a\x03b | 252 \xe2\u20ac\u201c 152 | 9 \xc3\u2014 8 \xc3\u2014 7
 \xef\xbb\xbfHello | a</p> | <div class="x">a</div> | one<br />two | A&nbsp;b | it&#x27;s
-<img src="x"> | x<a href="#" class="btn">more | Paris <!-- end -->
+<img src="x"> | x<a href="#" class="btn">more | Paris <!-- end --> | caf&eacute;
 """
 LANGUAGES = ("It’s so", "Привет", "łódź", "Việt Nam, về", "中文", "العربية", "😀", "naïve, à côté",
              "→")
@@ -159,14 +162,20 @@ def test_bytes_read_one_by_one_are_broken(text):
 def test_a_question_may_ask_for_a_link_or_for_markup():
     rows = [("Which website is it?", "https://example.com"),
             ("Make a bold line in HTML", "<b>a</b>"), ("Write a React component.", "<div>a</div>"),
-            ("Name the stages of information.", "<b>a</b>")]
-    assert text_reasons(rows) == [None, None, None, "debris"]
+            ("Name the stages of information.", "<b>a</b>"),
+            ("Is that the opposite?", "https://example.com"), ("Write lorem ipsum.", "Lorem ipsum"),
+            ("What is S in Morse code?", "..."), ("What is a good form of it?", "a<br>b")]
+    assert text_reasons(rows) == [None, None, None, "debris", "placeholder", None, None, "debris"]
 
 
 @pytest.mark.parametrize(("asked", "answer"), [
     ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nInput: 5\nOutput: 120"),
     ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
     ("Write a short chat of a user and a bot.", "Here it is:\n\nUser: Hi?\nBot: Hello"),
+    ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
+    ("Write a math word problem.", "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5"),
+    ("Turn the passage into a question.", "Of course.\nQuestion: Who wrote Hamlet?"),
+    ("Explain translation with an example.", "It is so.\nInput: Hello\nOutput: Bonjour"),
     ("Show the ChatML format.", "Like this:\n<|im_start|>user\nHi<|im_end|>")])
 def test_turns_that_were_asked_for(asked, answer):
     assert text_reasons([(asked, answer)]) == [None]
@@ -175,7 +184,9 @@ def test_turns_that_were_asked_for(asked, answer):
 
 def test_what_is_asked_openly_behind_a_system_turn_has_no_conflicts():
     for asked in ("Be brief.\nUser: Name a fruit.", "Please write a haiku.", "How are you?",
-                  "Translate to French: Hi", "Can you suggest a name for a dog?"):
+                  "Translate to French: Hi", "Can you suggest a name for a dog?",
+                  "Name one fruit", "Recommend a film.", "What is a good name for a dog?",
+                  "Complete the sentence: I am", "Which random word is it?"):
         assert text_reasons([(asked, "Apple"), (asked, "Pear")]) == [None, None]
 
 
@@ -184,7 +195,12 @@ def test_long_runs_of_signs_take_no_time():
     text_reasons([("x", sign * 200_000) for sign in (
         "\n", "-", "\n- ", "a", "a ", ": ", "<p ", "<p =", "=", "&", "no ", "insert ",
         "www.", "-.", "\u00c3", "\nQ:", "www.a ", "\nQ: . ")])
+    text_reasons([(sign * 20_000, "x") for sign in ("#", "# ", "\n", "=", "- a", "write a ")])
     assert time.process_time() - started < 6
+
+
+def test_half_a_character_is_text():
+    assert text_reasons([("\ud83d a", "x"), ("x", "\ud83d a")]) == [None, None]
 
 
 def test_minhashes_share_as_many_as_the_shingles_do():
