@@ -156,7 +156,8 @@ def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
 def search(model, rows, pool, blank, context):
     """[(place in pool or None, margin)], one a row; see `scored`. Its own text is not found."""
     return [best_of(unlike(scores, pool, row), own) for row, (scores, (own,)) in zip(
-        rows, scored(model, rows, [[row] for row in rows], pool, blank, context), strict=True)]
+        rows, scored(model, rows, [[row] for row in rows], pool, blank, context, SHORTLIST + 1),
+        strict=True)]
 
 
 def unlike(scores, pool, row):

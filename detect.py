@@ -184,7 +184,7 @@ def surprise(values, null):
     known = values.nan_to_num(-math.inf)
     above = len(null) - torch.searchsorted(null, known, right=False)
     found = -((1 + above.double()) / (1 + len(null))).log()
-    point = torch.quantile(null, 1 - TAIL) if len(null) else math.inf
+    point = quantile(null, 1 - TAIL) if len(null) else math.inf
     excess = null[null > point] - point
     if not enough(null) or not len(excess):
         return found
@@ -193,13 +193,21 @@ def surprise(values, null):
     return torch.where(known > point, tail, found)
 
 
+def quantile(values, shares):
+    """The quantiles of values (n,), linear between two: `torch.quantile` reads 2^24 at most."""
+    at = torch.as_tensor(shares, dtype=torch.float64) * (len(values) - 1)
+    ordered = values.sort().values
+    return torch.lerp(ordered[at.floor().long()], ordered[at.ceil().long()],
+                      (at - at.floor()).to(ordered))
+
+
 def bands(lengths, of, size=BAND):
     """Bands of answer length: for every row (N,) of `lengths` the number of its band.
 
     The bands hold equally many of the rows `of` (n,), at least `size` of them, at most four.
     """
     count = min(4, max(1, len(of) // size))
-    edges = torch.quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count)
+    edges = quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count)
     return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
 
 
@@ -236,7 +244,7 @@ def without_made(values, made):
     def above(sample, at):
         return 1 - torch.searchsorted(sample, at).double() / len(sample)
 
-    at = torch.quantile(made, torch.arange(2, 15, dtype=torch.float64) / 20)
+    at = quantile(made, torch.arange(2, 15, dtype=torch.float64) / 20)
     share = min(0.95, float((above(values, at) / above(made, at)).min()))
     rest = ((above(values, values) - share * above(made, values)) / (1 - share)).clamp(0, 1)
     rest = rest.flip(0).cummax(0).values.flip(0)
@@ -259,7 +267,10 @@ def surprises(found, trusted=None, made=None, names=None):
     copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
     values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
-    names = names or [name for name in DETECTORS if name in found or name == "echo"]
+    found, trusted = ({name: x.double() for name, x in part.items()} if part else part
+                      for part in (found, trusted))
+    names = names or [name for name in DETECTORS
+                      if name in found or (name == "echo" and "copied" in found)]
     surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
                   for name in names if name in SCALES}
     usual = torch.ones(len(found["length"]), dtype=torch.bool)
@@ -315,7 +326,7 @@ def plausible(name, found, made=None):
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]
-    return values >= (torch.quantile(known, TAIL) if len(known) else -math.inf)
+    return values >= (quantile(known, TAIL) if len(known) else -math.inf)
 
 
 def judge(surprising, found, made=None, fdr=FDR):

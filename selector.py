@@ -140,10 +140,13 @@ class Selector:
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Restore `state_dict()`; ValueError when it belongs to a set of another size."""
+        """Restore `state_dict()`; ValueError for a set of another size or another optimizer."""
         if state["logits"].shape != self.logits.shape:
             raise ValueError(f"the saved selector has {len(state['logits'])} rows, "
                              f"this one {len(self.logits)}")
+        if len({"momentum" in optimizer["param_groups"][0] for optimizer in (
+                state["optimizer"], self.optimizer.state_dict())}) > 1:
+            raise ValueError("the saved selector has another optimizer than this one")
         self.logits.copy_(state["logits"])
         self.last_losses.copy_(state["last_losses"])
         self.baseline = state["baseline"]

@@ -30,6 +30,8 @@ def make_parent(out):
                         "path") from None
     if Path(out).is_dir():
         raise UserError(f"{out}: is a folder; name a file")
+    if Path(out).exists() and not Path(out).is_file():
+        raise UserError(f"{out}: is not a regular file; name a new file")
 
 
 def write_atomic(path, content):

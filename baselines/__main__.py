@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-import utils  # before torch: it quiets its waiting threads
+import utils  # noqa: F401  # before torch: it quiets its waiting threads
 
 # ruff: isort: split
 import models
@@ -18,6 +18,7 @@ from baselines.less import run_less
 from baselines.rds import rds_scores
 from baselines.tests import score_by_tests
 from data import sets, sources
+from evaluation.runs import check_output
 from runtime import command, processes
 from toy import corpus
 from utils import UserError
@@ -118,9 +119,9 @@ def check_args(args):
 
 
 def check_out(args):
-    """Make --out's folder; `UserError` when it cannot be written or is one of the files read."""
+    """Make --out's folder; `UserError` when it cannot be written, or is a file read or a run's."""
     out = Path(args.out)
-    utils.make_parent(out)
+    check_output(out, *([out.parent] if (out.parent / "config.json").exists() else []))
     for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
         source = getattr(args, name)
         if not source or not out.exists() or not any(

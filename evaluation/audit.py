@@ -78,13 +78,15 @@ def texts_of(rows, source, path, columns=None):
                     raise UserError(f"{place}: holds no texts; name the ranked rows with --rows")
                 found[row["row_id"]] = row["prompt"], row["response"]
         return found
-    columns = parse_columns(columns)
+    columns, layout = parse_columns(columns), None
     every = (row for part in find_parts(source) for row in read_part(part, source))
     for number, (place, row) in enumerate(every):
-        if number in wanted:
+        if number in wanted or layout is None:
             check_entry(place, row, {})
             row = renamed(row, columns, place) if columns else row
-            messages = row_messages(row, find_layout(row, place), "chosen", place)
+            layout = layout or find_layout(row, place)  # of the first row, as `load_rows` has it
+        if number in wanted:
+            messages = row_messages(row, layout, "chosen", place)
             *before, last = clean_messages(messages, (ENDOFTEXT,)) or [{"content": ""}]
             found[number] = transcript(before), last["content"]
             if content_hash(*found[number]) != wanted[number]:

@@ -345,8 +345,6 @@ def check_output(path, *inputs):
     """
     utils.make_parent(path)
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise UserError(f"{path}: is not a regular file; name a new file")
     target = path.resolve()
     for source in map(Path, inputs):
         for own in [source / name for name in RUN_FILES] if source.is_dir() else [source]:

@@ -393,3 +393,18 @@ def test_tokens_may_be_a_tensor():
     tokens = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     assert detect.repetition(torch.tensor(tokens)) == detect.repetition(tokens) > 0
     assert detect.copied(torch.tensor(tokens), torch.tensor(tokens)) == (1.0, 0.0)
+
+
+def test_quantiles_of_more_values_than_torch_reads():
+    values = torch.randn(999, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shares = torch.tensor([0.0, 0.1, 0.37, 1.0], dtype=torch.float64)
+    assert torch.equal(detect.quantile(values, shares), torch.quantile(values, shares))
+    assert detect.quantile(values, 0.95) == torch.quantile(values, 0.95)
+    assert detect.quantile(torch.arange(2**24 + 3).double(), 0.5) == 2**23 + 1
+
+
+def test_plain_arrays_of_any_kind_of_number():
+    """float32, whole numbers, and only some of the detectors."""
+    found = {"end": torch.rand(30), "fluency": torch.rand(30), "length": torch.arange(1, 31)}
+    assert list(detect.surprises(found)) == ["end", "fluency"]
+    assert all(x.dtype == torch.float64 for x in detect.surprises(found).values())

@@ -383,3 +383,11 @@ def test_selector_file_stands_alone():
     lines = Path(selector.__file__).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith(("import ", "from "))] == [
         "import math", "import torch"]
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    saved, other = Selector(3, 1.0, "adam"), Selector(3, 1.0, "sgd")
+    saved.step(torch.tensor([0]), torch.ones(1), 1.0)
+    with pytest.raises(ValueError, match="another optimizer"):
+        other.load_state_dict(saved.state_dict())
+    assert not other.logits.any()

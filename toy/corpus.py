@@ -27,7 +27,7 @@ import random
 import re
 from pathlib import Path
 
-from utils import read_jsonl, write_jsonl
+from utils import UserError, read_jsonl, write_jsonl
 
 MODEL = Path(__file__).parent / "model"
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
@@ -221,12 +221,18 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
 
 
 def write(folder, **options):
-    """Write `make_rows(**options)` as jsonl files; returns their paths by name."""
-    folder = Path(folder)
+    """Write `make_rows(**options)` as jsonl files; returns their paths by name.
+
+    `UserError`, and nothing written, where a file of that name holds rows that are no toy's.
+    """
+    folder, sets = Path(folder), make_rows(**options)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {}
-    for name, rows in make_rows(**options).items():
-        paths[name] = folder / f"{name}.jsonl"
+    paths = {name: folder / f"{name}.jsonl" for name in sets}
+    for path in paths.values():
+        if path.exists() and not {"kind", "bad"} <= set(next(iter(read_jsonl(path)), ())):
+            raise UserError(f"{path}: holds other rows, which the toy's would replace; give the "
+                            "name of another folder")
+    for name, rows in sets.items():
         if not paths[name].exists() or read_jsonl(paths[name]) != rows:  # else keep what is cached
             write_jsonl(paths[name], rows)
     return paths

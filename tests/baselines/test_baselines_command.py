@@ -1,6 +1,7 @@
 """`python -m baselines`: what a ranking holds, the rows it reads, and bad input."""
 
 import math
+import os
 import shutil
 
 import pytest
@@ -157,6 +158,16 @@ def test_bad_input_is_one_line_and_leaves_nothing(rank, files, refused, tmp_path
     line = refused(lambda: rank(method, rows, **options))
     assert said in line
     assert not list(tmp_path.glob("*kept.jsonl")) and not list(tmp_path.glob(".*"))
+
+
+def test_no_pipe_and_no_file_of_a_run_is_replaced(rank, files, refused, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    rows = files()
+    for name, said in (("pipe", "is not a regular file"), ("run/weights.jsonl", "would overwrite")):
+        assert said in refused(lambda name=name: rank("random", rows, out=tmp_path / name))
+    assert (tmp_path / "pipe").is_fifo() and len([*(tmp_path / "run").iterdir()]) == 1
 
 
 def test_flags_that_a_method_does_not_read_are_named(capsys, tmp_path):

@@ -132,6 +132,9 @@ def test_any_source_that_was_ranked_is_read(files, refused, tmp_path):
     front.main(["audit", str(tmp_path / "run"), "--rows", str(frame), "--lower-columns",
                 "prompt=q,response=a", "--page", str(page)])
     assert page.read_text().count("<section>") == 40
+    mixed = write_rows(tmp_path / "mixed.jsonl", [  # as the first row is read, so are the others
+        row | ({"messages": []} if n else {}) for n, row in enumerate(table)])
+    assert audit.texts_of(rows, str(mixed), "ranking") == expected
     words = ["audit", str(files[0]), "--rows", str(frame)]
     assert "unknown layout" in refused(lambda: front.main(words))
     assert 'no column "x"' in refused(lambda: front.main(

@@ -261,3 +261,15 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == model.config.vocab_size
+
+
+def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
+    """The last of the four names already holds another's rows: refused, and nothing is written."""
+    mine = tmp_path / "upper.jsonl"
+    mine.write_text('{"prompt": "my only copy", "response": "of my data"}\n')
+    words = ["write", "--out", str(tmp_path)]
+    assert f"{mine}: holds other rows" in refused(lambda: command.main(words))
+    assert [*tmp_path.iterdir()] == [mine] and "my only copy" in mine.read_text()
+    mine.unlink()
+    command.main(words)
+    command.main([*words, "--noise", "0.2"])  # its own rows are made anew
