@@ -69,13 +69,11 @@ PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|wher
                    r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
                    r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
                    r"ipsum|filler|downloads?|install)\b", re.I)
-SIGNS = re.compile(r"\b(morse|symbols?|signs?|ellips[ei]s|dots?|dash(es)?|punctuation|marks?|"
-                   r"characters?|lines?)\b", re.I)
+SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation)\b", re.I)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
 TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"
-# Leads of Latin letters and signs, which stand alone; other scripts' come in runs. An angstrom may
-# be squared.
+# Latin letters and signs stand alone, other scripts come in runs. An angstrom may be squared.
 ALONE = re.compile(f"[\xc2-\xc4]{TWO}|\xc5(?![\xb2\xb3]){TWO}|[\xe1\xe2\xef]{MORE}|\xf0{TWO}{MORE}")
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")

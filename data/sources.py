@@ -169,6 +169,8 @@ def _read_json(path):
         for number, line in enumerate(file, 1):
             if line.strip():
                 place = f"{path} line {number}"
+                if line.strip() == b"[":
+                    raise UserError(f"{place}: a list begins, not an object; call the file .json")
                 yield place, parse_json(line, place)
 
 

@@ -46,6 +46,8 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
      r"x\.jsonl line 2: not valid JSON \('utf-8' codec can't decode byte 0xff"),
     ("x.jsonl", GOOD + b'{"prompt": "a", "response": "b", "response": "c"}\n',
      r'line 2: not valid JSON \(two values for the key "response"\)'),
+    ("x.jsonl", b'[\n{"prompt": "a", "response": "b"}\n]\n',
+     r"x\.jsonl line 1: a list begins, not an object; call the file \.json"),
     ("x.json", b'[{"prompt": "a", "prompt": "b", "response": "c"}]',
      r'x\.json: not valid JSON \(two values for the key "prompt"\)'),
     ("x.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n',
