@@ -269,8 +269,8 @@ def surprises(found, trusted=None, made=None, names=None):
     """
     found, trusted = ({name: x.double() for name, x in part.items()} if part else part
                       for part in (found, trusted))
-    names = names or [name for name in DETECTORS
-                      if name in found or (name == "echo" and "copied" in found)]
+    parts = {"echo": {"copied", "news", "relevance"}}
+    names = names or [name for name in DETECTORS if parts.get(name, {name}) <= set(found)]
     surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
                   for name in names if name in SCALES}
     usual = torch.ones(len(found["length"]), dtype=torch.bool)

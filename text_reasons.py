@@ -78,14 +78,15 @@ ALONE = re.compile(f"[\xc2-\xc4]{TWO}|\xc5(?![\xb2\xb3]){TWO}|[\xe1\xe2\xef]{MOR
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
-                    r"img|hr|su[bp]|body|html|iframe|center|blockquote)(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|"
-                    r"</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|&(nbsp|amp|[lg]t|quot|apos|"
+                    r"img|hr|su[bp]|body|html|iframe|center|blockquote)"
+                    r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
+                    r"&(nbsp|amp|[lg]t|quot|apos|"
                     r"[lr][sd]quo|[mn]dash|hellip|[a-z](acute|grave|uml|circ|tilde|cedil)|"
                     r"#x?[\da-f]{1,5});", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
                     r"site|link|program|function|url|element|template|highlight|bold|font|"
-                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|<|&#?\w+;",
-                    re.I)
+                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|"
+                    r"<|&#?\w+;", re.I)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))

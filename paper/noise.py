@@ -305,16 +305,14 @@ def noise_table(args):
         print_noise(list(json.loads(stored.read_text())["results"].values())[-1])
         return
     write_maker(folder / "command.json", args.command)
-    parts, trusted, losses, scorer = measure(args, given, folder, plan, halves)
+    parts, labels, trusted, losses, scorer = measure(args, given, folder, plan, halves)
     results = {half: {} for half in halves}
-    for half in halves:
-        for name, share, kinds in tqdm(plan, desc=half):
-            places = {kind: part.able for kind, part in parts.items()}
-            file = file_of(parts, labels_of(places, kinds, share, HALVES.index(half), given.seed))
-            if name in MIXED:
-                write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", file)
-            made = ranking.made_faults(losses, file.tokens, scorer.ends, file.found, given.seed)
-            results[half][f"{name}, {share:.0%}"] = judged(file, made, trusted, given.seed)
+    for (half, name, share), own in tqdm(labels.items()):
+        file = file_of(parts, own)
+        if name in MIXED:
+            write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", file)
+        made = ranking.made_faults(losses, file.tokens, scorer.ends, file.found, given.seed)
+        results[half][f"{name}, {share:.0%}"] = judged(file, made, trusted, given.seed)
     save_results(stored, args.command, results, rows=args.rows,
                  trusted=0 if trusted is None else len(trusted.tokens))
     print_noise(results[halves[-1]])
@@ -353,10 +351,10 @@ def trusted_rows(levels):
 
 
 def measure(args, given, folder, plan, halves):
-    """All numbers that files are put together from: (parts, trusted, losses, scorer).
+    """All that files are put together from: (parts, labels, trusted, losses, scorer).
 
-    parts: {kind or "clean": tokens and numbers (found) of the rows that a file of the plan reads,
-    their places, and the places of all that can have the fault (able)}; trusted: the same or None;
+    parts: {kind or "clean": tokens, numbers (found) and places of the rows that a file reads};
+    labels: {(half, name, share): `labels_of` of a file}; trusted: tokens and numbers, or None;
     losses: of made faults.
     """
     levels, scorer = open_scorer(given)
@@ -374,11 +372,10 @@ def measure(args, given, folder, plan, halves):
     tokens = {kind: saved_rows(folder, names[kind], [row for _, row in own], scorer)
               for kind, own in rows.items()}
     able = {kind: [rows[kind][n][0] for n in own["row_id"][:]] for kind, own in tokens.items()}
-    wanted = set()  # (place, kind)
-    for half in halves:
-        for _, share, kinds in plan:
-            wanted |= labels_of(able, kinds, share, HALVES.index(half), given.seed).items()
-    parts = {kind: SimpleNamespace(able=able[kind], tokens=own.select(
+    labels = {(half, name, share): labels_of(able, kinds, share, HALVES.index(half), given.seed)
+              for half in halves for name, share, kinds in plan}
+    wanted = {pair for own in labels.values() for pair in own.items()}
+    parts = {kind: SimpleNamespace(tokens=own.select(
         [n for n, place in enumerate(able[kind]) if (place, kind) in wanted]),
         places=[place for place in able[kind] if (place, kind) in wanted])
         for kind, own in tokens.items()}
@@ -388,10 +385,10 @@ def measure(args, given, folder, plan, halves):
     scorer.blank = ranking.blank_prompt(tokens["clean"])
     losses = Losses(scorer.model, folder / "made.jsonl")
     print_forwards(folder, {name: part.tokens for name, part in read.items()},
-                   len(plan) * len(halves), len(losses.known), scorer)
+                   len(labels), len(losses.known), scorer)
     for name, part in read.items():
         part.found = evidence_of(folder, name, part.tokens, scorer)
-    return parts, read.get("trusted"), losses, scorer
+    return parts, labels, read.get("trusted"), losses, scorer
 
 
 def print_noise(results):
