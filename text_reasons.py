@@ -80,9 +80,8 @@ CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
                     r"img|hr|su[bp]|body|html|iframe|center|blockquote)"
                     r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
-                    r"&(nbsp|amp|[lg]t|quot|apos|"
-                    r"[lr][sd]quo|[mn]dash|hellip|[a-z](acute|grave|uml|circ|tilde|cedil)|"
-                    r"#x?[\da-f]{1,5});", re.I)
+                    r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
+                    r"[a-z](acute|grave|uml|circ|tilde|cedil));", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
                     r"site|link|program|function|url|element|template|highlight|bold|font|"
                     r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|"
