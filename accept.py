@@ -310,7 +310,9 @@ def upper_bound(count, total, level=0.95):
     low, high = count / total, 1.0
     for _ in range(60):
         p = (low + high) / 2
-        below = sum(math.comb(total, k) * p**k * (1 - p)**(total - k) for k in range(count + 1))
+        below = sum(math.exp(math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(
+            total - k + 1) + k * math.log(p) + (total - k) * math.log1p(-p))
+            for k in range(count + 1))
         low, high = (p, high) if below > 1 - level else (low, p)
     return high
 

@@ -18,7 +18,7 @@ from data.layouts import conversation
 from data.tokens import LABELS, response_text
 from detect import repetition
 from generate import generate
-from ranking import blank_prompt
+from ranking import blank_prompt, counted_weights
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
 
@@ -91,7 +91,8 @@ def calibrate(model, held_out, sampling, blank):
     a trusted answer: on the rows that set it the rate is 5 % by construction.
     """
     context = models.context_length(model.config)
-    rows = [row for row in (held_out[i] for i in range(min(len(held_out), 400)))
+    first = {own: n for n, own in reversed([*enumerate(held_out["prompt_hash"][:])])}
+    rows = [row for row in held_out.select(sorted(first.values())[:400])  # each question once
             if len(prompt_of(row)) + sampling["max_new_tokens"] <= context]
     if len(rows) < 2 * MIN_CALIBRATION:
         return None, None
@@ -154,7 +155,7 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
     where the source has them also bad, kind, and of a conversation all messages, the original
     answer the last. Returns metrics for the result.
     """
-    lower, weights = run.levels.lower, run.selector.weights().cpu()
+    lower, weights = run.levels.lower, counted_weights(run.selector, mask)
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
     bottom = (bottom if run.given_mask is None else mask).nonzero().flatten().tolist()
     refined, metrics = rewrite(run, bottom, sampling)

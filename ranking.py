@@ -64,6 +64,13 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     return shares
 
 
+def counted_weights(selector, masked=None):
+    """N softmax(omega), (N,); 0 for a masked (N,) bool row in whose place omega read nothing."""
+    weights = selector.weights().cpu()
+    unread = selector.last_losses.isnan().cpu()
+    return weights if masked is None else weights.masked_fill(masked & unread, 0.0)
+
+
 def write_ranking(path, lower, scores, keep_fraction, columns, tests=None):
     """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 

@@ -310,7 +310,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     if scores:
         ranks, kept = ranking.write_ranking(
             run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
-            {"weight": run.selector.weights().cpu(), **columns}, run.tests)
+            {"weight": ranking.counted_weights(run.selector, masked), **columns}, run.tests)
         write_shown(run, ranks)
         result |= kept_losses(run, kept, more)
     labels = ranking.label_metrics(lower, scores)
@@ -401,5 +401,6 @@ def save_and_print(run, result, labels, scores):
         ranking.print_label_table(labels, scores)
     print(table(["metric", "value"], [[key, value] for key, value in result.items()
                                       if key not in labels]))
+    (run.out / "losses.json").unlink(missing_ok=True)  # of an earlier end, with other kept rows
     write_atomic(run.out / "result.json", json.dumps(result, indent=2) + "\n")
     print("RESULT " + json.dumps(result), flush=True)

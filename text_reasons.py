@@ -190,15 +190,15 @@ def text_reasons(rows):
         asked = zlib.crc32(prompt.encode("utf-8", "replace")) << 32 | len(prompt)
         told = answers.setdefault(asked, {})
         same = key in told
-        if not same and len(words) > CLOSED:
+        if not same and not plainly and len(words) > CLOSED:
             whole = end = minhashes(f"{prompt} \x1f {answer}").tolist()
             if last != prompt:
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else plainly)
         openly = OPEN.match(prompt) or OPEN.match(last) or RANDOM.search(prompt)
-        count = math.inf if openly else len(words)
-        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
+        count = math.inf if openly or plainly else len(words)
+        told.setdefault(key, (place, count, array("q", {*map(hash, () if plainly else words)})))
     for place in conflicts(answers.values()):
         reasons[place] = reasons[place] or "conflict"
     return reasons
@@ -218,4 +218,4 @@ def conflicts(questions):
 
 def contradict(words, others):
     """Whether two answers, sets of words' hashes, each have a word of their own, or one a "not"."""
-    return bool((words - others and others - words) or (words ^ others) & NOT)
+    return bool((words - others and others - words) or bool(words & NOT) != bool(others & NOT))

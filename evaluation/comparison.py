@@ -101,9 +101,10 @@ def shared_name(runs):
 
 
 def comparison_rows(runs):
-    """[{name, n, key: {mean, std, low, high}}], seeds of one experiment in one row.
+    """[{name, n, key: {mean, std, low, high, n}}], seeds of one experiment in one row.
 
-    std over runs; low and high are the 95 % interval of the mean (Student's t), None for one run.
+    std over the n runs that have a value; low and high are the 95 % interval of the mean (Student's
+    t), None for one run.
     """
     check_same_data(runs)
     groups, folders = {}, set()
@@ -126,13 +127,16 @@ def comparison_rows(runs):
             std = statistics.stdev(values) if n > 1 else None
             half = student_t(n - 1) * std / math.sqrt(n) if n > 1 else None
             row[key] = {"mean": mean, "std": std, "low": mean - half if n > 1 else None,
-                        "high": mean + half if n > 1 else None}
+                        "high": mean + half if n > 1 else None, "n": n}
         rows.append(row)
     return rows
 
 
 def comparison_cells(rows, per_token=False, interval=False):
-    """(header, cells) of `comparison_rows`, empty columns left out."""
+    """(header, cells) of `comparison_rows`, empty columns left out.
+
+    A value that not all runs of a row have says how many do.
+    """
     suffix = "_per_token" if per_token else ""
     keys = [c for c in (SEQUENCE if per_token or interval else COLUMNS)
             if any(c + suffix in row for row in rows)]
@@ -143,6 +147,8 @@ def comparison_cells(rows, per_token=False, interval=False):
                  f"[{v['low']:.4f}, {v['high']:.4f}]" if interval and v["std"] is not None else
                  f"{v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
                  for v in values]
+        texts = [text + (f" (of {v['n']})" if v and v["n"] < row["n"] else "")
+                 for text, v in zip(texts, values, strict=True)]
         cells.append([row["name"], row["n"], *texts])
     return ["run", "n", *keys], cells
 

@@ -44,9 +44,13 @@ def upper_check(run):
 
 def label_check(run, values):
     """Whether the weights tell known bad rows better than what costs one pass of the base model."""
+    if run.result is None:
+        return []
     if values.get("weight/auroc") is None:
-        return [("info", "No labels in the lower rows: look at both ends of the ranking below to "
-                 "judge it.")] if run.omegas else []
+        why = ("No labels in the lower rows" if "weight/auroc" not in values else
+               "The rows outside the mask are all good or all bad")
+        return [("info", f"{why}: look at both ends of the ranking below to judge it.")
+                ] if run.omegas else []
     names = {"the base model's loss": "base/auroc", "length": "length/auroc"}
     rivals = {n: max(values[k], 1 - values[k]) for n, k in names.items()
               if values.get(k) is not None}

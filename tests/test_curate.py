@@ -118,12 +118,14 @@ def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters
 @pytest.fixture
 def calibration(monkeypatch):
     """calibrate(margins, fine) with these margins of the trusted prompts' answers."""
-    def call(margins, fine=None, prompt=10, context=64):
+    def call(margins, fine=None, prompt=10, context=64, hashes=None):
         count = len(margins)
         fine = [True] * count if fine is None else fine
         answers = [([5, 6, 0] if ok else [0], True) for ok in fine]
         sampling = {"max_new_tokens": 9, "temperature": 0.8, "end_ids": {0}, "batch_size": 3}
-        rows = [batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) for n in range(count)]
+        rows = datasets.Dataset.from_list([
+            batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) | {"prompt_hash": name}
+            for n, name in zip(range(count), hashes or range(count), strict=False)])
         asked, scored = [], []
 
         def generate(model, prompts, seeds, **options):
@@ -169,6 +171,13 @@ def test_too_few_trusted_rows_leave_no_threshold(calibration, count, calibrated)
     assert (threshold is not None, rate is not None, bool(asked)) == (calibrated,) * 3
     if calibrated:
         assert threshold == 0.5 and rate == 0.0
+
+
+def test_a_question_is_in_one_half_alone(calibration):
+    """Of a question that two trusted rows ask the first one counts."""
+    (threshold, rate), asked, scored = calibration([0.5] * 60, hashes=[*range(50), *range(10)])
+    assert asked[0][0] == 50 and len(scored[1]) == 50 and (threshold, rate) == (0.5, 0.0)
+    assert calibration([0.5] * 60, hashes=[*range(39), *[0] * 21])[0] == (None, None)
 
 
 def test_trusted_prompts_without_room_for_an_answer_are_left_out(calibration):

@@ -112,7 +112,7 @@ def test_values_of_every_flag(script, files, folders, tmp_path, capfd, monkeypat
     """Every flag with a number, every number that is none or too large: one line, or a plan."""
     made, parse_args = [], argparse.ArgumentParser.parse_args
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args",
-                        lambda self, argv: made.append(self) or parse_args(self, argv))
+                        lambda self, *words: made.append(self) or parse_args(self, *words))
     script.parse_args([])
     monkeypatch.undo()
     paths, codes = files(lower=8, upper=12), []

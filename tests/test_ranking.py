@@ -12,6 +12,7 @@ import ranking
 from batches import mean_losses, row_losses
 from data import tokens
 from ranking import auroc, kept_by, label_metrics, print_label_table, ranking_metrics
+from selector import Selector
 from utils import UserError, table
 
 # --- rankings -------------------------------------------------------------------------------------
@@ -201,3 +202,14 @@ def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
     print_label_table(metrics, {"weight": scores})
     text = capsys.readouterr().out
     assert "\x1b" not in text and len(text) < 1000
+
+
+def test_a_masked_row_that_nothing_stood_in_for_has_no_weight():
+    """Masked and never read: zero. Other unread rows, and masked ones that were read, have theirs.
+    """
+    selector = Selector(4, lr=1.0, optimizer="sgd")
+    selector.step(torch.tensor([0, 1]), torch.tensor([2.0, 1.0]), 1.0)
+    weights = selector.weights()
+    assert torch.equal(ranking.counted_weights(selector), weights)
+    found = ranking.counted_weights(selector, torch.tensor([True, False, True, False]))
+    assert torch.equal(found, weights * torch.tensor([1.0, 1.0, 0.0, 1.0]))

@@ -230,3 +230,13 @@ def test_many_rows_take_seconds():
     started = time.process_time()
     assert text_reasons([*rows, rows[5]]) == [None] * 2000 + ["duplicate"]
     assert time.process_time() - started < 6  # 100,000 rows in 5 minutes at most
+
+
+def test_a_row_that_its_text_shows_to_be_bad_is_no_party_to_another_reason():
+    """A good answer stands in no conflict with "N/A", and is no copy of one with markup."""
+    question, long = "What is the capital of France?", " ".join(f"word{n}" for n in range(30))
+    assert text_reasons([(question, "Paris"), (question, "N/A")]) == [None, "placeholder"]
+    assert text_reasons([(question, long + "<br>"), (question, long)]) == ["debris", None]
+    question = "Does gold rust?"
+    assert text_reasons([(question, "No"), (question, "No, it does not.")]) == [None, None]
+    assert text_reasons([(question, "Yes"), (question, "No, it does not.")]) == ["conflict"] * 2

@@ -30,12 +30,23 @@ def test_compare_groups_seeds_by_hand(tmp_path, capfd):
     std = math.sqrt((0.04 + 0.01 + 0.09) / 2)
     half = 4.3027 * std / math.sqrt(3)
     assert rows[0]["upper_heldout"] == pytest.approx(
-        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half})
-    assert rows[1]["upper_heldout"] == {"mean": 0.4, "std": None, "low": None, "high": None}
+        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half, "n": 3})
+    assert rows[1]["upper_heldout"] == {"mean": 0.4, "std": None, "low": None, "high": None, "n": 1}
     assert rows[0]["upper_heldout_per_token"]["mean"] == pytest.approx(0.31)
     text = capfd.readouterr().out
     assert "0.3000 ± 0.2646" in text and f"[{0.3 - half:.4f}, {0.3 + half:.4f}]" in text
     assert "sequence mean" in text and "token mean" in text
+
+
+def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
+    """Of three seeds one was not ranked by labels."""
+    runs = [str(fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, labels=seed != 2))
+            for seed in range(3)]
+    front.main(["compare", *runs])
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("bds"))
+    assert line.split()[1] == "3" and line.count("(of 2)") >= 1
+    front.main(["compare", *runs[:2]])
+    assert "(of" not in capfd.readouterr().out
 
 
 def test_seeds_of_two_digits_and_no_clipping(tmp_path):

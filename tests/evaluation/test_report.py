@@ -54,9 +54,13 @@ def test_first_screen_says_whether_it_worked(tmp_path):
     kind, text = headline(upper=(0.3, 0.5))
     assert kind == "warn" and "lowest after epoch 1 (0.3000)" in text
     kind, text = headline(finished=False)
-    assert kind == "bad" and "Not finished: 6 steps" in text
+    assert kind == "bad" and "Not finished: 6 steps" in text and "No labels" not in text
     kind, text = headline(labels=False)
     assert kind == "good" and "No labels" in text
+    folder = fabricate(tmp_path / "masked")
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {"weight_unmasked/auroc": None}))
+    assert "outside the mask are all good or all bad" in str(health.run_checks(Run(folder)))
     folder = fabricate(tmp_path / "flags")
     rows = read_rows(folder / "metrics.jsonl")
     for flag, expected in (("omega/uniform", "warn"), ("omega/collapsed", "bad")):
