@@ -123,9 +123,10 @@ def calibration(monkeypatch):
         fine = [True] * count if fine is None else fine
         answers = [([5, 6, 0] if ok else [0], True) for ok in fine]
         sampling = {"max_new_tokens": 9, "temperature": 0.8, "end_ids": {0}, "batch_size": 3}
-        rows = datasets.Dataset.from_list([
-            batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) | {"prompt_hash": name}
-            for n, name in zip(range(count), hashes or range(count), strict=False)])
+        rows = [batches.answer_row([3] * (prompt if n % 7 else 2), [4, 0]) for n in range(count)]
+        rows = datasets.Dataset.from_dict({
+            key: [row[key] for row in rows] for key in ("input_ids", "trained")} | {
+            "prompt_hash": [*(hashes or range(count))]})
         asked, scored = [], []
 
         def generate(model, prompts, seeds, **options):
