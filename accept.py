@@ -38,13 +38,13 @@ import time
 
 from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
-from data.sets import prompt_overlap
+from data.sets import first_places, prompt_overlap
+from data.text_reasons import WORD
 from data.tokens import end_ids, response_text
 from generate import generate
 from ranking import blank_prompt, last_turn
 from runtime import folder
 from runtime.processes import share_list
-from text_reasons import WORD
 from utils import UserError, table
 
 # ruff: isort: split
@@ -72,7 +72,7 @@ def trusted_parts(prompts, most):
     Half of the prompts each, at most `most`, and one row of each: two would count one answer twice.
     The hashes decide, so the order of the file does not.
     """
-    place = {prompt: n for n, prompt in reversed([*enumerate(prompts)])}  # its first row
+    place = first_places(prompts)
     order = sorted(place)
     size = min(most, len(order) // 2)
     return [sorted(place[prompt] for prompt in order[start:start + size]) for start in (0, size)]

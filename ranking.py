@@ -10,12 +10,12 @@ import re
 
 import detect
 from batches import answer_row, each_row, own_groups, pack, row_losses, take, tokens_only
+from data.text_reasons import text_reasons
 from data.tokens import empty_prompt
 from logprobs import token_logps
 from models import context_length
 from runtime.processes import all_sum, rank
 from selector import mean_ranks
-from text_reasons import text_reasons
 from utils import UserError, each_jsonl, table, write_jsonl
 
 # ruff: isort: split

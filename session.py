@@ -401,6 +401,8 @@ def save_and_print(run, result, labels, scores):
         ranking.print_label_table(labels, scores)
     print(table(["metric", "value"], [[key, value] for key, value in result.items()
                                       if key not in labels]))
-    (run.out / "losses.json").unlink(missing_ok=True)  # of an earlier end, with other kept rows
-    write_atomic(run.out / "result.json", json.dumps(result, indent=2) + "\n")
+    file, text = run.out / "result.json", json.dumps(result, indent=2) + "\n"
+    if file.exists() and file.read_text() != text:  # ended before, with other kept rows
+        (run.out / "losses.json").unlink(missing_ok=True)
+    write_atomic(file, text)
     print("RESULT " + json.dumps(result), flush=True)

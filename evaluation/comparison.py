@@ -143,12 +143,10 @@ def comparison_cells(rows, per_token=False, interval=False):
     cells = []
     for row in rows:
         values = [row.get(key + suffix) for key in keys]
-        texts = ["-" if v is None else
+        texts = ["-" if v is None else (
                  f"[{v['low']:.4f}, {v['high']:.4f}]" if interval and v["std"] is not None else
-                 f"{v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else "")
-                 for v in values]
-        texts = [text + (f" (of {v['n']})" if v and v["n"] < row["n"] else "")
-                 for text, v in zip(texts, values, strict=True)]
+                 f"{v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else ""))
+                 + (f" (of {v['n']})" if v["n"] < row["n"] else "") for v in values]
         cells.append([row["name"], row["n"], *texts])
     return ["run", "n", *keys], cells
 

@@ -48,7 +48,7 @@ def label_check(run, values):
         return []
     if values.get("weight/auroc") is None:
         why = ("No labels in the lower rows" if "weight/auroc" not in values else
-               "The rows outside the mask are all good or all bad")
+               "The rows that the weights have judged are all good or all bad")
         return [("info", f"{why}: look at both ends of the ranking below to judge it.")
                 ] if run.omegas else []
     names = {"the base model's loss": "base/auroc", "length": "length/auroc"}

@@ -40,13 +40,13 @@ from baselines.rds import first_turns, pooled
 from baselines.scores import joined_scores
 from batches import each_row, row_losses
 from data import sets
+from data.text_reasons import text_reasons
 from data.tokens import end_ids, load_rows
 from paper import faults
 from paper.plans import chosen, words_of
 from paper.results import save_results
 from paper.running import slug
 from runtime import processes
-from text_reasons import text_reasons
 from utils import UserError, table
 
 SHARES = (0.05, 0.3, 0.6)

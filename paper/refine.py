@@ -14,8 +14,8 @@ Every arm but the last masks the same rows. What stands in for them differs:
 
 Masked are the bad rows and no others, from step 0 on. Text: of --rows good rows half or 80 % are
 bad, three in four with the answers of one another, one in four cut in the middle; TRUSTED trusted
-rows. Settings were chosen on seeds 0 to 2; of the stored seeds of text, 3 to 5 were run before the
-objective was chosen.
+rows. Settings were chosen on seeds 0 to 2; of the seeds of results/smollm2_repair_refine.json 3 to
+5 were run before the objective was chosen.
 """
 
 import json

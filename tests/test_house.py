@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-COPYABLE = ("selector.py", "bmo_weights.py", "logprobs.py", "detect.py")
+COPYABLE = ("selector.py", "bmo_weights.py", "logprobs.py", "detect.py",
+            "data/text_reasons.py")
 ROOMS = ("evaluation", "paper", "benchmarks", "theory")  # no step of the method needs them
 FILES = sorted(path for path in ROOT.glob("**/*.py")
                if not {"tests", ".venv", ".cache", "runs"} & set(path.relative_to(ROOT).parts))
@@ -95,8 +96,8 @@ def test_utils_is_imported_before_torch(name):
 
 
 def test_sizes():
-    """At most 18 files at the root, a tiny utils.py, no function longer than a screen."""
-    assert len([path for path in FILES if path.parent == ROOT]) <= 18
+    """At most 17 files at the root, a tiny utils.py, no function longer than a screen."""
+    assert len([path for path in FILES if path.parent == ROOT]) <= 17
     assert lines(["utils"]) <= 120
     longest = max((node.end_lineno - node.lineno + 1, module_of(path), node.name)
                   for path in FILES for node in ast.walk(ast.parse(path.read_text()))
@@ -166,7 +167,7 @@ def test_what_a_reader_of_one_step_has_to_read(tmp_path, files, folders):
           f"import closure of both scripts: {whole} lines")
     assert {"batches.py", "logprobs.py", "selector.py", "bmo_weights.py", "generate.py"} <= set(
         order)
-    assert step <= 2600 and whole <= 6915
+    assert step <= 2600 and whole <= 6900
 
 
 def test_a_name_has_one_meaning():

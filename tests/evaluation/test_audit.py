@@ -1,6 +1,7 @@
 """Judging flagged rows by hand: exact intervals, scripted verdicts, the page."""
 
 import csv
+import decimal
 import io
 import json
 import math
@@ -28,6 +29,14 @@ def test_eq_upper_bound():
     assert upper_bound(2, 50) == pytest.approx(0.1206, abs=1e-4)
     assert upper_bound(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-12)
     assert upper_bound(7, 7) == upper_bound(0, 0) == 1.0
+
+
+def test_eq_upper_bound_of_many_rows():
+    """Its binomial tail is 5 %, with numbers of 60 digits; as floats the factors overflow."""
+    with decimal.localcontext(prec=60):
+        p = decimal.Decimal(upper_bound(515, 1030))
+        tail = sum(math.comb(1030, k) * p**k * (1 - p) ** (1030 - k) for k in range(516))
+    assert float(tail) == pytest.approx(0.05, abs=1e-9)
 
 
 def test_intervals_cover():

@@ -85,6 +85,18 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     assert comparison_rows([Run(run.out)])[0]["lower_refined"]["mean"] == found
 
 
+def test_losses_of_another_selection_do_not_stay(files, train):
+    """A finished run that is resumed with another --keep-fraction keeps other rows; an unchanged
+    one keeps what was measured."""
+    paths = files(lower=20)
+    file = train(paths, epochs=1).out / "losses.json"
+    file.write_text('{"lower_refined": 0.5}')
+    train(paths, epochs=1, resume=True)
+    assert file.exists()
+    train(paths, epochs=1, resume=True, keep_fraction=0.3)
+    assert not file.exists()
+
+
 def test_losses_of_a_model_without_a_stated_context(files, train, monkeypatch, capfd):
     """Its configuration may lack max_position_embeddings: then any length will do."""
     run, load = train(files(), epochs=1), losses.load_trained

@@ -198,7 +198,7 @@ def text_reasons(rows):
         reasons.append("duplicate" if same else plainly)
         openly = OPEN.match(prompt) or OPEN.match(last) or RANDOM.search(prompt)
         count = math.inf if openly or plainly else len(words)
-        told.setdefault(key, (place, count, array("q", {*map(hash, () if plainly else words)})))
+        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
     for place in conflicts(answers.values()):
         reasons[place] = reasons[place] or "conflict"
     return reasons

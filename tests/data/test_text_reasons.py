@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from text_reasons import broken, debris, minhashes, text_reasons
+from data.text_reasons import broken, debris, minhashes, text_reasons
 
 
 def test_duplicates_and_conflicts():
