@@ -67,8 +67,12 @@ def find_layout(columns, place, given=None):
 
 
 def row_messages(row, layout, side, place):
-    """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first."""
-    turns = _turns(row, layout, side, place)
+    """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
+
+    An empty system turn, as exports of chats have it, is none.
+    """
+    turns = [turn for turn in _turns(row, layout, side, place) if turn["role"] != "system"
+             or VISIBLE.search(turn["content"]) or "lost" in turn]
     if row.get("system") and not any(turn["role"] == "system" for turn in turns):
         turns.insert(0, {"role": "system", "content": text_of(row["system"], f'{place}: "system"')})
     return turns
@@ -88,6 +92,12 @@ def _turns(row, layout, side, place):
     if layout == "alpaca":
         prompt, extra = text("instruction"), text("input") if "input" in row else ""
         return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))
+    extra = row.get("input")
+    if layout in ("openorca", "prompt/response", "prompt/completion") and (
+            isinstance(extra, str) and VISIBLE.search(extra)):
+        raise UserError(f'{place}: "input" has text that would not be read; name the columns '
+                        "instruction=...,input=input,output=... with --lower-columns or "
+                        "--upper-columns, or remove it")
     if layout == "openorca":
         return _exchange(text("question"), text("response"))
     if layout == "chosen/rejected dialogues":

@@ -33,7 +33,7 @@ from data.sources import find_parts, read_part
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 5  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 6  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -304,6 +304,10 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
         present.update(label for label in LABELS if columns.get(label, label) in row)
+        if {"row_id", "hash", "rank", "recommended"} <= row.keys():
+            raise UserError(f"{place}: a line of a run's curated.jsonl, rejected answers included; "
+                            "train on what `python eval.py export` makes of that run, or on the "
+                            "original rows with --keep")
         given, row = row, renamed(row, columns, place) if columns else row
         report["layout"] = report["layout"] or layouts.find_layout(row, place, given)
         source = layouts.row_messages(row, report["layout"], side, place)
@@ -340,8 +344,7 @@ def renamed(row, columns, place):
                             f"{ours}={theirs}; found {', '.join(map(str, row))}")
     if not columns.keys() - {*LABELS}:
         return row | {ours: row[theirs] for ours, theirs in columns.items()}
-    kept = {"system"} | ({"input"} if "instruction" in columns else set())
-    kept &= row.keys() - {*columns.values()}
+    kept = {"system", "input"} & (row.keys() - {*columns.values()})
     return {name: row.get(name) for name in (*LABELS, *kept)} | {
         ours: row[theirs] for ours, theirs in columns.items()}
 

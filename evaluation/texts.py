@@ -21,8 +21,11 @@ MARKS = re.compile(r"[\\`*\[\]~|$#]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def plain(text):
-    """`text` without lone surrogates and without control characters but newline and tab."""
-    text = str(text).encode("utf-8", "replace").decode()
+    """`text` without lone surrogates and without control characters but newline and tab.
+
+    The line ends of Windows are newlines.
+    """
+    text = str(text).encode("utf-8", "replace").decode().replace("\r\n", "\n")
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -205,3 +205,38 @@ def test_refined_answers_do_not_end_in_the_templates_text(online, files, monkeyp
     refined = [entry["refined"] for entry in run.curated if entry["refined"] is not None]
     assert refined == ["red blue"] * 3
     assert "###" not in (run.out / "curated.jsonl").read_text()
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "Sort:", "response": "a b"}, {"prompt": "Sort:", "completion": "a b"},
+    {"question": "Sort:", "response": "a b"}])
+def test_an_input_that_would_not_be_read_is_refused(load, row):
+    wanted = load([row])[0]["hash"][0]
+    for empty in ("", " \n", None):
+        assert load([row | {"input": empty}])[0]["hash"][0] == wanted
+    with pytest.raises(UserError, match=r'line 1: "input" has text .*instruction=\.\.\.,input=inp'):
+        load([row | {"input": "b a"}])
+    first, second = row
+    renamed = {"q": row[first], "input": "b a", "a": row[second]}
+    with pytest.raises(UserError, match='"input" has text'):
+        load([renamed], columns={"prompt": "q", "response": "a"})
+    assert "b a" in load([renamed], columns={
+        "instruction": "q", "input": "input", "output": "a"})[0]["prompt"][0]
+
+
+@pytest.mark.parametrize("content", ["", " \n", "\u200b"])
+def test_an_empty_system_turn_is_none(load, content):
+    """The question's hash is that of the row without it, and a column fills the place."""
+    empty = {"role": "system", "content": content}
+    for extra in ({}, {"system": "in French"}):
+        made, wanted = (load([{"messages": turns} | extra])[0][0]
+                        for turns in ([empty, ASK, ANSWER], [ASK, ANSWER]))
+        assert made == wanted
+    assert ("in French" in made["prompt"]) and "messages" in made
+
+
+def test_a_curated_set_is_not_read_as_plain_rows(load):
+    row = {"row_id": 0, "hash": "0", "rank": 1, "kept": False, "prompt": "a?", "response": "b",
+           "refined": "c", "recommended": "refined"}
+    with pytest.raises(UserError, match=r"curated.jsonl, rejected .*eval.py export.*--keep"):
+        load([row])
