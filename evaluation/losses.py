@@ -122,11 +122,12 @@ def sets_of(run, args, tokenizer, context, rows=None, columns=None):
     context: tokens that the model can read; columns: names of the file's, see data/layouts.py.
     """
     if rows:
-        parts = {"rows": tokens.load_rows(
+        part, report = tokens.load_rows(
             rows, tokenizer, columns=columns, template=args.template, turns=args.turns,
-            max_length=args.max_length, cache_dir=args.cache_dir)[0]}
-        sets.check_lengths(parts["rows"], context, str(rows))
-        return parts
+            max_length=args.max_length, cache_dir=args.cache_dir)
+        sets.check_lengths(part, context, str(rows))
+        print(f"{rows}: {len(part)} of {report['rows_in_source']} rows{sets.left_out(report)}")
+        return {"rows": part}
     levels = sets.load_levels(args, tokenizer, context)
     parts = {"lower_original": levels.lower, "lower_heldout": levels.lower_heldout,
             "lower_refined": refined_rows(run, args, tokenizer)}

@@ -85,6 +85,16 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     assert comparison_rows([Run(run.out)])[0]["lower_refined"]["mean"] == found
 
 
+def test_losses_of_a_file_say_which_rows_are_not_measured(files, train, tmp_path, capfd):
+    """One row of four has no answer."""
+    run = train(files(), epochs=1)
+    rows = write_rows(tmp_path / "four.jsonl", [*make_rows(3, seed=5), {"prompt": "a?",
+                                                                       "response": ""}])
+    capfd.readouterr()
+    front.main(["losses", str(run.out), "--rows", rows])
+    assert "four.jsonl: 3 of 4 rows, dropped {'empty_response': 1}" in capfd.readouterr().out
+
+
 def test_losses_of_another_selection_do_not_stay(files, train):
     """A finished run that is resumed with another --keep-fraction keeps other rows; an unchanged
     one keeps what was measured."""
