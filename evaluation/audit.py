@@ -109,8 +109,8 @@ def ask(rows, texts, answers, given, save):
         if row["row_id"] in given:
             continue
         prompt, response = texts[row["row_id"]]
-        print(f"\n--- {number} of {len(rows)} ---\nQUESTION: {printable(shown(prompt))}\n"
-              f"ANSWER: {printable(shown(response))}")
+        print(f"\n--- {number} of {len(rows)} ---\nQUESTION: {printable(both_ends(prompt))}\n"
+              f"ANSWER: {printable(both_ends(response))}")
         while True:
             print("Is this a bad answer? y, n, s to skip: ", end="", flush=True)
             line = next(answers, None)
@@ -165,7 +165,7 @@ def audit_summary(rows, verdicts, num_flagged, num_rows):
     return result
 
 
-def shown(text):
+def both_ends(text):
     """A text without the middle of a long one: whether an answer is cut is seen at its end."""
     out = len(text) - SHOWN
     return text if out <= 0 else (f"{text[:SHOWN // 2]}\n[... {out:,} characters left out ...]\n"
@@ -176,8 +176,8 @@ def write_page(path, rows, texts):
     """A static page of the rows, in the order of the audit, with boxes to tick on paper."""
     cards = "".join(
         f"<section><h2>{number}. row_id {row['row_id']}</h2><h3>Question</h3>"
-        f"<pre dir='auto'>{escaped_html(shown(texts[row['row_id']][0]))}</pre><h3>Answer</h3>"
-        f"<pre dir='auto'>{escaped_html(shown(texts[row['row_id']][1]))}</pre>"
+        f"<pre dir='auto'>{escaped_html(both_ends(texts[row['row_id']][0]))}</pre><h3>Answer</h3>"
+        f"<pre dir='auto'>{escaped_html(both_ends(texts[row['row_id']][1]))}</pre>"
         "<p>bad ☐ &nbsp; good ☐ &nbsp; skip ☐</p></section>"
         for number, row in enumerate(rows, 1))
     utils.write_atomic(path, plain(

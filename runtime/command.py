@@ -29,6 +29,9 @@ class Terminated(BaseException):
     """SIGTERM, as an exception: what is half-written is cleared away on the way out."""
 
 
+SIGNALS = (KeyboardInterrupt, Terminated)
+
+
 def run(main, resumes=False):
     """Call `main()`; bad input, a failing disk or no memory is one line and exit code 2.
 
@@ -48,14 +51,8 @@ def run(main, resumes=False):
                                 "that is not set leaves it; give one or leave the flag out")
         main()
         sys.stdout.flush()
-    except (KeyboardInterrupt, Terminated) as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
-        count = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        launcher = ["torchrun", "--nproc-per-node", count] if world_size() > 1 else ["python"]
-        command = shlex.join([*launcher, *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
-        _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
-        sys.stdout.flush()
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 143)  # waits for no thread
+    except SIGNALS as error:
+        _interrupted(error, resumes)
     except UserError as error:
         sys.exit(_print_error(str(error)))
     except BrokenPipeError:
@@ -72,6 +69,8 @@ def run(main, resumes=False):
         sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; {advice}, then run "
                               "the same command again"))
     except (Exception, ProcessLost) as error:
+        if isinstance(error.__cause__, SIGNALS):  # Python 3.11, while a library makes its classes
+            _interrupted(error.__cause__, resumes)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
                 "can't allocate memory" in str(error)):  # of the CPU: a plain RuntimeError
             sys.exit(_print_error(f"out of memory ({first_line(error)}): a smaller --micro-batch "
@@ -89,6 +88,17 @@ def run(main, resumes=False):
 
 def _terminate(*_):
     raise Terminated
+
+
+def _interrupted(error, resumes):
+    """One line, and the exit code of a signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    launcher = ["torchrun", "--nproc-per-node", count] if world_size() > 1 else ["python"]
+    command = shlex.join([*launcher, *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
+    _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
+    sys.stdout.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 143)  # waits for no thread
 
 
 def _end_without_partner(error):

@@ -218,7 +218,7 @@ def test_minhashes_share_as_many_as_the_shingles_do():
 def test_minhashes_of_a_book_are_made_in_parts(monkeypatch):
     text = " ".join(map(str, range(1000)))
     whole = minhashes(text)
-    monkeypatch.setattr("text_reasons.SHINGLES_AT_ONCE", 7)
+    monkeypatch.setattr("data.text_reasons.SHINGLES_AT_ONCE", 7)
     assert minhashes(text).equal(whole)
 
 

@@ -51,13 +51,13 @@ def test_intervals_cover():
 def test_both_ends_of_a_long_text_are_shown(tmp_path):
     """On the page too, and line ends of Windows are no broken signs."""
     text = "THE START\r\n" + "x" * 3000 + "THE END"
-    assert audit.shown("y" * audit.SHOWN) == "y" * audit.SHOWN
+    assert audit.both_ends("y" * audit.SHOWN) == "y" * audit.SHOWN
     audit.write_page(tmp_path / "page.html", [{"row_id": 3}], {3: ("q", text)})
     page = (tmp_path / "page.html").read_text()
     left_out = len(text) - audit.SHOWN
     assert "THE START" in page and "THE END" in page and "\ufffd" not in page
     assert f"[... {left_out:,} characters left out ...]" in page
-    assert len(audit.shown(text)) < audit.SHOWN + 50
+    assert len(audit.both_ends(text)) < audit.SHOWN + 50
 
 
 @pytest.fixture

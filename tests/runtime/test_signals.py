@@ -101,3 +101,24 @@ def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     if number == signal.SIGINT:
         assert "continue with: torchrun --nproc-per-node 2 train_offline.py" in lines[0]
     assert lines[0].endswith("--resume"), lines
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_a_class_is_made_is_one_line(number, code):
+    """Python 3.11 wraps what __set_name__ raises into a RuntimeError."""
+    program = f"""
+import os, signal
+from runtime import command
+
+class Field:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.{number})
+
+def main():
+    class Image:
+        id = Field()
+
+command.run(main)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, "error: interrupted\n")
