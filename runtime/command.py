@@ -25,11 +25,8 @@ ADVICE = {  # an operating system's error that a person can mend -> what to do
 }
 
 
-class Terminated(BaseException):
+class Terminated(KeyboardInterrupt):
     """SIGTERM, as an exception: what is half-written is cleared away on the way out."""
-
-
-SIGNALS = (KeyboardInterrupt, Terminated)
 
 
 def run(main, resumes=False):
@@ -51,7 +48,7 @@ def run(main, resumes=False):
                                 "that is not set leaves it; give one or leave the flag out")
         main()
         sys.stdout.flush()
-    except SIGNALS as error:
+    except KeyboardInterrupt as error:
         _interrupted(error, resumes)
     except UserError as error:
         sys.exit(_print_error(str(error)))
@@ -69,7 +66,7 @@ def run(main, resumes=False):
         sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; {advice}, then run "
                               "the same command again"))
     except (Exception, ProcessLost) as error:
-        if isinstance(error.__cause__, SIGNALS):  # Python 3.11, while a library makes its classes
+        if isinstance(error.__cause__, KeyboardInterrupt):  # of Python 3.11, in __set_name__
             _interrupted(error.__cause__, resumes)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
                 "can't allocate memory" in str(error)):  # of the CPU: a plain RuntimeError
@@ -98,7 +95,7 @@ def _interrupted(error, resumes):
     command = shlex.join([*launcher, *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
     _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
     sys.stdout.flush()
-    os._exit(130 if isinstance(error, KeyboardInterrupt) else 143)  # waits for no thread
+    os._exit(143 if isinstance(error, Terminated) else 130)  # waits for no thread
 
 
 def _end_without_partner(error):
