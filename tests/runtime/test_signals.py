@@ -110,6 +110,8 @@ def test_a_signal_while_a_class_is_made_is_one_line(number, code):
 import os, signal
 from runtime import command
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+
 class Field:
     def __set_name__(self, owner, name):
         os.kill(os.getpid(), signal.{number})
