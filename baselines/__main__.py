@@ -97,6 +97,8 @@ def parse_args(argv=None):
             for action in group._group_actions:
                 if getattr(args, action.dest) != parser.get_default(action.dest):
                     print(f"not read by {args.method}: {action.option_strings[0]}")
+    if args.method != "less" and args.micro_batch != parser.get_default("micro_batch"):
+        print(f"not read by {args.method}: --micro-batch")
     check_args(args)
     check_out(args)
     return args

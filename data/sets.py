@@ -87,8 +87,8 @@ def check_overlap(levels, allow_overlap):
 def load_pairs(source, tokenizer, **options):
     """Preference pairs: `load_rows` of the chosen side, with the rejected side's token columns.
 
-    A pair needs both sides; one whose sides are equal says nothing and is dropped. The report
-    gains "unpaired" and "equal", lists of row_ids.
+    A pair needs both sides, of one question; one whose sides are equal says nothing. The others
+    are dropped: the report gains "unpaired", "two questions" and "equal", lists of row_ids.
     """
     import datasets
 
@@ -97,21 +97,26 @@ def load_pairs(source, tokenizer, **options):
     if report["layout"] not in ("prompt/chosen/rejected", "chosen/rejected dialogues"):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
-    position = {row_id: p for p, row_id in enumerate(rejected["row_id"][:])}
-    ids, columns = chosen["row_id"][:], ("row_id", "prompt", "response")
-    other = {row_id: content_hash(*texts) for row_id, *texts in each_row(rejected, *columns)}
-    equal = [row_id for row_id, *texts in each_row(chosen, *columns)
-             if other.get(row_id) == content_hash(*texts)]
-    unpaired = [i for i in ids if i not in position]
-    dropped = {*equal, *unpaired}
-    keep = [p for p, row_id in enumerate(ids) if row_id not in dropped]
+    ids, columns = chosen["row_id"][:], ("row_id", "prompt_hash", "response")
+    other = {row_id: (place, asked, content_hash(answer))
+             for place, (row_id, asked, answer) in enumerate(each_row(rejected, *columns))}
+    dropped = {"unpaired": [], "two questions": [], "equal": []}
+    for row_id, asked, answer in each_row(chosen, *columns):
+        if row_id not in other:
+            dropped["unpaired"].append(row_id)
+        elif other[row_id][1] != asked:
+            dropped["two questions"].append(row_id)
+        elif other[row_id][2] == content_hash(answer):
+            dropped["equal"].append(row_id)
+    gone = {row_id for left in dropped.values() for row_id in left}
+    keep = [p for p, row_id in enumerate(ids) if row_id not in gone]
     if not keep:
         raise UserError(f"{source}: no pair with two different responses is left")
-    rejected = rejected.select([position[ids[p]] for p in keep]).select_columns(
+    rejected = rejected.select([other[ids[p]][0] for p in keep]).select_columns(
         ["input_ids", "trained"]).rename_columns(
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
     pairs = datasets.concatenate_datasets([chosen.select(keep), rejected], axis=1)
-    return pairs, report | {"dropped": report["dropped"] | {"equal": equal, "unpaired": unpaired}}
+    return pairs, report | {"dropped": report["dropped"] | dropped}
 
 
 def split_held_out(rows, count, seed):

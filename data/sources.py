@@ -15,7 +15,7 @@ from pathlib import Path
 from runtime.hub import hub_answers
 from utils import UserError, first_line
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 
 
@@ -28,7 +28,7 @@ def find_parts(source):
     if path.is_file():
         if split:
             raise UserError(f"{source}@{split}: a file has no splits; name the file alone")
-        if path.suffix not in SUFFIXES:
+        if not _is_data(path):
             raise UserError(f"{source}: unknown file type; known: {', '.join(SUFFIXES)}")
         return [path]
     if path.is_dir():
@@ -36,12 +36,16 @@ def find_parts(source):
     if path_exists(path):
         raise UserError(f"{source}: a pipe or a device; its rows are read more than once, so write "
                         "them into a file")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)) and path.suffix not in SUFFIXES \
+    if re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", str(source)) and not _is_data(path) \
             and not str(source).startswith("."):
         return [_load_hub(str(source), split or "train")]
     raise UserError(f"{source}: no such file or folder (a hub data set reads owner/name, "
                     "owner/name:config or owner/name:config@split; `python -m paper.recipes` "
                     "makes the paper's)")
+
+
+def _is_data(path):
+    return path.name.lower().endswith(SUFFIXES)
 
 
 def path_exists(path):
@@ -67,9 +71,9 @@ def _folder_parts(folder, split):
             saved = saved[split or "train"]
         return [saved]
     every = sorted(path for path in folder.rglob("*") if path.is_file()
-                   and path.suffix.lower() in (*SUFFIXES, ".gz", ".zst")
+                   and path.name.lower().endswith((*SUFFIXES, ".gz", ".zst"))
                    and not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    files = [path for path in every if path.suffix in SUFFIXES]
+    files = [path for path in every if _is_data(path)]
     word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}(ing)?($|[^a-z])")
     named = [path for path in files if word.search(str(path.relative_to(folder)).lower())]
     # Without a split, files named "train" win: test files beside them must not slip into training.
@@ -104,8 +108,9 @@ def read_part(part, source):
     """Yield (place, row) for each row of a part; the place is for messages."""
     name, number = part if isinstance(part, Path) else source, 0
     try:
-        if isinstance(part, Path) and part.suffix != ".parquet":
-            yield from (_read_csv if part.suffix == ".csv" else _read_json)(part)
+        suffix = part.suffix.lower() if isinstance(part, Path) else None
+        if suffix and suffix != ".parquet":
+            yield from (_read_csv if suffix == ".csv" else _read_json)(part)
             return
         if isinstance(part, Path):
             rows = _parquet_rows(part)
@@ -156,11 +161,11 @@ def _check_text(file, path):
 
 
 def _read_json(path):
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
         _check_text(file, path)
         start = file.tell()
         # Unless called .jsonl, a file is a list of objects, or one object a line.
-        if path.suffix != ".jsonl" and file.read(4096).lstrip()[:1] == b"[":
+        if path.suffix.lower() != ".jsonl" and file.read(4096).lstrip()[:1] == b"[":
             file.seek(start)
             for number, row in enumerate(parse_json(file.read(), path)):
                 yield f"{path} element {number}", row

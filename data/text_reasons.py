@@ -29,11 +29,11 @@ LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word 
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
 # A line that begins with one who asks; it asks, or is the last one and a sentence.
-SPEAKER = re.compile(r"\n[#*> \t]{0,9}(User|USER|Human|Instruction|Question|Input|Q)\W{0,4}"
-                     r"[:\uff1a]")
+SPEAKER = re.compile(r"\n[#*> \t]{0,9}(User|USER|user|Human|human|Instruction|"
+                     r"Question|Input|Q)\W{0,4}[:\uff1a]")
 ASKING = re.compile(r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$")
-REPLY = re.compile(r"\n[#*> \t]{0,9}(Assistant|ASSISTANT|AI|Bot|Answer|Response|Output|A)\W{0,4}"
-                   r"[:\uff1a]")
+REPLY = re.compile(r"\n[#*> \t]{0,9}(Assistant|ASSISTANT|assistant|AI|Bot|Answer|"
+                   r"Response|Output|A)\W{0,4}[:\uff1a]")
 MARK = re.compile(r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
                   r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
 # A question with many right answers: "name a fruit".
@@ -41,18 +41,24 @@ OPEN = re.compile(r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|ge
                   r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
                   r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
                   r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
-                  r"translate|summari[sz]e|complete|continue|edit|describe|h(i|ello|ey)|how are "
-                  r"you)\b|what('s| is) an? (good|nice|great|funny|creative) )", re.I)
-RANDOM = re.compile(r"\brandom\b", re.I)
+                  r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
+                  r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
+                  r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
+                  re.I)
+OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|your favou?rite|"
+                    r"should (i|we))\b", re.I)
 # Questions that ask for several turns, or for how turns are written.
-ASKED = re.compile(r"dialog|conversation|\bfaq|\bq ?& ?a\b|questions? (and|&) answer|interview|"
-                   r"transcript|screenplay|quiz|flashcard|trivia|exercise|\bchat|few-shot|"
-                   r"function|program|algorithm|\bcode\b|python|\b(jokes?|riddles?|puns?)\b|"
+ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
+                   r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
+                   r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
+                   r"exercise|few-shot|function|program|algorithm|python|c\+\+|c#|\b(code|java|"
+                   r"sql|arrays?|strings?|regex|script|scenes?|plays?|stor(y|ies)|lessons?|"
+                   r"worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
                    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
-                   r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b|"
-                   r"\bexamples?\b", re.I)
+                   r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
 WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
+END = re.compile(r"(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)+$")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
 EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
                    r"no (answer|response)( (provided|available|given))?)\W*|"
@@ -73,19 +79,24 @@ SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation)\
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
 TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"
-# Latin letters and signs stand alone, other scripts come in runs. An angstrom may be squared.
-ALONE = re.compile(f"[\xc2-\xc4]{TWO}|\xc5(?![\xb2\xb3]){TWO}|[\xe1\xe2\xef]{MORE}|\xf0{TWO}{MORE}")
+# Latin letters and signs stand alone, other scripts come in runs. An angstrom may be squared, and
+# a letter between quotation marks is quoted.
+QUOTED = "(?<![\x91-\x94\"'])"
+ALONE = re.compile(f"{QUOTED}(?:[\xc2-\xc4]|\xc5(?![\xb2\xb3])){TWO}|[\xe1\xe2\xef]{MORE}|"
+                   f"\xf0{TWO}{MORE}")
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
-                    r"img|hr|su[bp]|body|html|iframe|center|blockquote)"
+                    r"img|hr|body|html|iframe|center|blockquote)"
                     r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
                     r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
                     r"[a-z](acute|grave|uml|circ|tilde|cedil));", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
                     r"site|link|program|function|url|element|template|highlight|bold|font|"
-                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars)|"
+                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars|div\b|"
+                    r"iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress)|"
                     r"<|&#?\w+;", re.I)
+CODE = re.compile(r"`[^`\n]{1,200}`")
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -147,14 +158,14 @@ def debris(prompt, answer):
 
     placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
     debris: broken encoding, or HTML in prose. Neither where the question has the same or may ask
-    for it (`PLACE`, `MARKED`). A "</s>" at the end is none: whole good files have one in each row.
+    for it (`PLACE`, `MARKED`). An end token at the end is none: good files have one in each row.
     """
-    answer = answer.strip()
-    empty = (EMPTY.fullmatch(answer) and (WORD.search(answer) or not SIGNS.search(prompt))) or (
-        LINK.fullmatch(answer) and not PLACE.search(prompt))
+    answer, body = answer.strip(), END.sub("", answer).strip()
+    empty = not body or (LINK.fullmatch(body) and not PLACE.search(prompt)) or (
+        EMPTY.fullmatch(body) and (WORD.search(body) or not SIGNS.search(prompt)))
     if not answer or (empty and answer.casefold() not in prompt.casefold()):
         return "placeholder"
-    stray = (MARKUP.search(answer) and not MARKED.search(prompt)
+    stray = (MARKUP.search(CODE.sub("", answer)) and not MARKED.search(prompt)
              and "```" not in answer and "|" not in answer)  # <br> in a table's cell
     return "debris" if stray or (broken(answer) and not broken(prompt)) else None
 
@@ -196,7 +207,7 @@ def text_reasons(rows):
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else plainly)
-        openly = OPEN.match(prompt) or OPEN.match(last) or RANDOM.search(prompt)
+        openly = OPEN.match(prompt) or OPEN.match(last) or OPENLY.search(prompt)
         count = math.inf if openly or plainly else len(words)
         told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
     for place in conflicts(answers.values()):

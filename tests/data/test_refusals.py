@@ -131,6 +131,9 @@ def test_a_compressed_file(tmp_path):
             rows(path)
     path.write_bytes(whole)
     assert rows(path) == [json.loads(GOOD)] * 100
+    assert sources.find_parts(path) == [path]
+    path = path.replace(tmp_path / "X.JSONL.GZ")
+    assert sources.find_parts(tmp_path) == [path] and len(rows(path)) == 100
     path.write_bytes(gzip.compress(b"\xef\xbb\xbf [" + GOOD + b"]"))
     assert rows(path) == [json.loads(GOOD)]
 

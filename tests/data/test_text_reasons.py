@@ -45,7 +45,9 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
 
 
 def test_open_questions_have_no_conflicts():
-    for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please"):
+    for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please",
+                     "Use the word in a sentence", "Give synonyms of it", "Design a logo",
+                     "What's your favorite one?", "Which one should I buy?"):
         rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
         assert text_reasons(rows) == [None, None, "duplicate"]
     for question in ("Name the red fruit", "Is a tomato a fruit?"):
@@ -96,10 +98,13 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Answer: Goethe.\n\nQuestion: And Hamlet?\nAnswer: Him.", True),
     ("Note: a poet.\n\nUser: And Homer?\nAssistant: Too.", True), ("Hi\nUser：So?", True),
     ("roles\n\n**User:** a person\n**Group:** x", False),
-    ("Wrap it in [INST] and [/INST].", False), ("x\nHuman: creative\nMachine: fast", False)])
+    ("Wrap it in [INST] and [/INST].", False), ("x\nHuman: creative\nMachine: fast", False),
+    ("Paris.\nuser: And of Spain?\nassistant: Madrid.", True)])
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
     assert text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
+    system = "A chat between a curious user and an artificial intelligence assistant. "
+    assert text_reasons([(system + "What is it?", answer)]) == ["turn" if goes_on else None]
     marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
     for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
         assert text_reasons([(asked, answer)]) == ["turn" if marked else None]
@@ -110,6 +115,7 @@ N/A | n.a. | Answer: N/A | <nooutput> | [No output] | No answer. | No response g
 [Insert output poster here] | TODO: write answer | <your answer here> | [deleted] | ... | ___
 Write your answer here | Lorem ipsum dolor sit amet, consectetur. | https://www.example.com/a?b=1
 [removed by admin] | See https://example.com. | [link](https://x.com) | https://a.com www.b.org
+<|endoftext|> | N/A</s>
 """
 FULL = r"""
 Na | No. | None | Todo est\xe1 bien. | Undefined | NaN | Null | undefined | No output. | Answer
@@ -121,7 +127,8 @@ the ideal <p> | <i>, then Esc | x<i>y | ```<p>a</p>``` | a\tb\x0bc
 macht Spa\xdf\u201d, \u201cgro\xdf\u201d, sagt er | \xc2ge et \xe2me
 LIBERT\xc9\xa0! \xc9GALIT\xc9\xa0! | \xab\xa0sant\xe9\xa0\xbb et \xab\xa0beaut\xe9\xa0\xbb
 die Umlaute \u201e\xc4\u201c, \u201e\xd6\u201c und \u201e\xdc\u201c
-1200 \xc5\xb2, of these 600 \xc5\xb2 | Paris.</s> | write [/INST] behind it
+1200 \xc5\xb2, of these 600 \xc5\xb2 | Paris.</s> | write [/INST] behind it | H<sub>2</sub>O
+the letters \u201c\xc5\u201d, \u201c\xc4\u201d and \u201c\xd6\u201d | a `<br>` breaks lines
 """
 DEBRIS = r"""
 caf\ufffd | don\x92t | a\x03b | 252 \xe2\u20ac\u201c 152 | 9 \xc3\u2014 8 \xc3\u2014 7
@@ -172,6 +179,7 @@ def test_a_question_may_ask_for_a_link_or_for_markup():
     ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nInput: 5\nOutput: 120"),
     ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
     ("Write a short chat of a user and a bot.", "Here it is:\n\nUser: Hi?\nBot: Hello"),
+    ("Reverse an array in Java.", "int[] a;\nInput: 1 2\nOutput: 2 1"),
     ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
     ("Write a math word problem.", "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5"),
     ("Turn the passage into a question.", "Of course.\nQuestion: Who wrote Hamlet?"),

@@ -346,6 +346,15 @@ def test_pairs_that_differ_in_an_end_marker_only_are_equal(tokenizer, tmp_path):
     assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0, 2]
 
 
+def test_a_pair_of_answers_to_two_questions_is_none(tokenizer, tmp_path):
+    rows = [{"chosen": f"\n\nHuman: {asked}\n\nAssistant: yes", "rejected":
+             f"\n\nHuman: {other}\n\nAssistant: no"} for asked, other in (("a", "a"), ("b", "c"))]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made, report = sets.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
+    assert report["dropped"]["two questions"] == [1] and list(made["row_id"]) == [0]
+    assert sets.left_out(report) == ", dropped {'two questions': 1}"
+
+
 def test_tokenizer_that_prepends_a_space(load):
     """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
@@ -488,7 +497,7 @@ def test_malformed_jsonl(load, tmp_path, content, message):
      r'x\.csv: 2 columns are called "response"; rename or remove all but one'),
     ("x.parquet", "PAR1 no", "not a valid parquet file"),
     ("x.txt", "a", "unknown file type"),
-    ("folder/readme.md", "a", "no .jsonl/.json/.parquet/.csv file"),
+    ("folder/readme.md", "a", r"no \.jsonl/\.jsonl\.gz/\.json/\.json\.gz/\.parquet/\.csv file"),
 ])
 def test_malformed_files(load, tmp_path, file, content, message):
     path = tmp_path / file
