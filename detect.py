@@ -9,8 +9,8 @@ around an empty question. The end tokens are kept apart from both.
     relevance    M = sum_t (u_t - c_t), over sqrt(T)          another question's       c, u
                                                               answer, a refusal
     fluency      -mean_t c_t                                  garbled                  c
-    slip         the largest -sum of c_t over 3 tokens        one odd place: a wrong   c
-                 in a row, less 3 ln T                        number, name, word
+    slip         the largest -sum of c_t over 2 tokens from   a wrong number, name or  c
+                 a number, name or negation on, less ln T     negation
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
@@ -62,7 +62,9 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH, SKEW = 3, 3.0, 15.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
+SPAN, GROWTH, SKEW = 2, 1.0, 15.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
+FACT, NAME, GOES_ON = 1, 2, 4      # bits of `fact`
+NEGATIONS = ("not", "no", "never", "cannot", "n't", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
 FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
@@ -96,10 +98,29 @@ def fluency(given):
     return -float(given.double().mean()) if len(given) else 0.0
 
 
-def slip(given, span=SPAN):
-    """-sum of the least likely `span` tokens in a row of the answer's (T,), nats; all of a few."""
-    sums = torch.nn.functional.pad(-given.double().cumsum(0), (1, 0))
-    return float((sums[span:] - sums[:-span]).max()) if len(given) > span else float(sums[-1])
+def fact(text):
+    """What a token says, bits of its text, which begins with a space where a word does.
+
+    FACT: a number or an English negation; NAME: a capital; GOES_ON: no sentence ends here. A name
+    is a NAME behind what GOES_ON.
+    """
+    word = text.strip()
+    negates = word.lower() in NEGATIONS or word.lower().endswith("n't")
+    return (FACT * (negates or any(map(str.isdigit, word)))
+            + NAME * (text[:1] == " " and word[:1].isupper())
+            + GOES_ON * (word[-1:].isalnum() or word[-1:] == ","))
+
+
+def slip(given, facts, span=SPAN):
+    """-sum of the least likely `span` tokens (T,) from a fact on, nats; NaN where none is told.
+
+    facts (T,): `fact` of each token.
+    """
+    facts = torch.as_tensor(facts, dtype=torch.long)
+    names = (facts[1:] & NAME).bool() & (facts[:-1] & GOES_ON).bool()
+    told = (facts & FACT).bool() | torch.nn.functional.pad(names, (1, 0))[:len(facts)]
+    sums = torch.nn.functional.pad(-given.double(), (0, span - 1)).unfold(0, span, 1).sum(dim=1)
+    return float(sums[told].max()) if told.any() else math.nan
 
 
 def _listed(tokens):  # the elements of a tensor are all different keys

@@ -28,7 +28,7 @@ WORST = 3  # examples of each reason
 TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
 # What a reason says about an answer, after a number of rows.
 REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "garbled",
-           "slip": "odd in one place", "repetition": "repeating themselves",
+           "slip": "odd in a number, name or negation", "repetition": "repeating themselves",
            "echo": "copying the question", "guidance": "against the trusted rows",
            "duplicate": "repeating another row", "conflict": "in conflict with another answer",
            "unclear": "for no clear reason", "turn": "going on with another turn",
@@ -241,12 +241,13 @@ def last_turns(model, rows, ends):
 
 
 @torch.no_grad()
-def row_evidence(model, rows, ends, blank, label=None):
+def row_evidence(model, rows, ends, facts, blank, label=None):
     """What the row tests read, {name: (N,) float64}: two forwards of every row, no gradient.
 
-    ends: token ids that end a turn; blank: tokens of the blank prompt. The names are EVIDENCE, see
-    detect.py: of the row's last turn (end is NaN where it has none; length in tokens), but loss is
-    the mean over all trained tokens. All processes share the work; each returns all rows.
+    ends: token ids that end a turn; facts(token): its `detect.fact`; blank: tokens of the blank
+    prompt. The names are EVIDENCE, see detect.py: of the row's last turn (end and slip are NaN
+    where it has none; length in tokens), but loss is the mean over all trained tokens. All
+    processes share the work; each returns all rows.
     """
     found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
     for places, group in own_groups(model, rows, label):
@@ -258,8 +259,8 @@ def row_evidence(model, rows, ends, blank, label=None):
                 places.tolist(), turns, behind, strict=False):  # a spare group has no place
             found[place] = torch.tensor([
                 detect.end(end), detect.relevance(c, u[:len(c)]), detect.fluency(c),
-                detect.slip(c), detect.repetition(answer), *detect.copied(answer, prompt),
-                len(answer), loss], dtype=torch.float64)
+                detect.slip(c, [*map(facts, answer)]), detect.repetition(answer),
+                *detect.copied(answer, prompt), len(answer), loss], dtype=torch.float64)
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 
@@ -296,7 +297,7 @@ def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     return made
 
 
-def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
+def row_tests(model, lower, upper, ends, facts, seed=0, evidence=row_evidence):
     """Every lower row tested by two forwards of the model, and by its text.
 
     upper: trusted rows or None, of which TRUSTED are the null; preference pairs are none. ends:
@@ -304,12 +305,12 @@ def row_tests(model, lower, upper, ends, seed=0, evidence=row_evidence):
     (N,)}: EVIDENCE, echo, surprise (log odds of a fault, nats) and reason, the place in REASONS or
     -1; sentences on what was left out).
     """
-    found = evidence(model, lower, ends, blank_prompt(lower), label="row tests")
+    found = evidence(model, lower, ends, facts, blank_prompt(lower), label="row tests")
     losses, trusted = functools.partial(row_losses, model), None
     made = made_faults(losses, lower, ends, found, seed, context_length(model.config))
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
-        trusted = evidence(model, upper.select(places), ends, blank_prompt(upper),
+        trusted = evidence(model, upper.select(places), ends, facts, blank_prompt(upper),
                            label="row tests, trusted rows")
     pairs = each_row(lower, "prompt", "response")
     surprise, reason, notes = verdicts(found, trusted, made, text_reasons(pairs))

@@ -23,7 +23,7 @@ import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
-from data.tokens import end_ids, show_example
+from data.tokens import end_ids, fact_reader, show_example
 from runtime import folder, metrics, monitor, processes
 from runtime.cache import cached_columns
 from runtime.precision import pick_dtype
@@ -236,7 +236,8 @@ def base_tests(run):
     if saved is None:
         with before_training(run, file):
             tests, notes = ranking.row_tests(
-                run.model, lower, run.levels.upper, end_ids(run.tokenizer), run.args.seed,
+                run.model, lower, run.levels.upper, end_ids(run.tokenizer),
+                fact_reader(run.tokenizer), run.args.seed,
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
@@ -251,7 +252,7 @@ def write_look(run, tests, notes):
         ranking.first_look(tests, notes, run.levels.lower)) + "\n")
 
 
-def remembered(run, model, rows, ends, blank, label):
+def remembered(run, model, rows, ends, facts, blank, label):
     """`ranking.row_evidence` of rows under the base model, made once for all runs.
 
     An adapter that a run begins with is not in the key (its alpha is no weight): no cache there.
@@ -261,12 +262,13 @@ def remembered(run, model, rows, ends, blank, label):
         sizes.pop(name, None)
     decides = {"environment": folder.environment(run.device, model.dtype), "model": run.weights,
                "rows": sets.rows_hash(rows), "sizes": json.dumps(sizes, default=str),
-               "ends": sorted(ends), "blank": blank, "kernel": logprobs.KERNEL,
+               "ends": sorted(ends), "blank": blank, "words": run.tokenizer.get_vocab(),
+               "kernel": logprobs.KERNEL,
                "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
                "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
                         for module in (ranking, ranking.detect, batches, logprobs, models)]}
     return cached_columns(run.args.cache_dir, decides, ranking.EVIDENCE, len(rows), lambda: (
-        ranking.row_evidence(model, rows, ends, blank, label=label)))
+        ranking.row_evidence(model, rows, ends, facts, blank, label=label)))
 
 
 def base_metrics(run):

@@ -13,7 +13,7 @@ know some faults, the loss sees others, and of two good rows the likelier one tr
 """
 
 import ranking
-from data.tokens import end_ids
+from data.tokens import end_ids, fact_reader
 from utils import table
 
 SHOWN = 200  # characters of an example
@@ -24,8 +24,8 @@ def score_by_tests(model, tokenizer, levels, seed):
 
     The trusted rows, if any, are those that training would train on.
     """
-    tests, notes = ranking.row_tests(model, levels.lower, levels.upper,
-                                     end_ids(tokenizer), seed)
+    tests, notes = ranking.row_tests(model, levels.lower, levels.upper, end_ids(tokenizer),
+                                     fact_reader(tokenizer), seed)
     print_look(ranking.first_look(tests, notes, levels.lower))
     # Flagged rows last: a score equal to theirs may stand on a row that is not flagged.
     scores = -tests["surprise"] - 1e-9 * (tests["reason"] >= 0)

@@ -41,7 +41,7 @@ from baselines.scores import joined_scores
 from batches import each_row, row_losses
 from data import sets
 from data.text_reasons import text_reasons
-from data.tokens import end_ids, load_rows
+from data.tokens import end_ids, fact_reader, load_rows
 from paper import faults
 from paper.plans import chosen, words_of
 from paper.results import save_results
@@ -123,7 +123,7 @@ def evidence_of(folder, name, tokens, scorer):
     if not {*ranking.EVIDENCE, "vector"} <= set(found):
         with vectors_seen(scorer.model) as seen:
             found = {key: values.contiguous() for key, values in ranking.row_evidence(
-                scorer.model, tokens, scorer.ends, scorer.blank, label=name).items()}
+                scorer.model, tokens, scorer.ends, scorer.facts, scorer.blank, label=name).items()}
         found["vector"] = torch.stack([seen[tuple(ids)] for ids in tokens["input_ids"][:]])
         utils.write_atomic(file, save(found))
     return found | {"characters": torch.tensor(
@@ -338,7 +338,7 @@ def open_scorer(given):
     return levels, SimpleNamespace(
         model=models.load_model(given.model, processes.pick_device(given.device), given.dtype,
                                 given.four_bit),
-        tokenizer=tokenizer, ends=end_ids(tokenizer), blank=None,
+        tokenizer=tokenizer, ends=end_ids(tokenizer), facts=fact_reader(tokenizer), blank=None,
         options={"template": given.template, "max_length": given.max_length,
                  "cache_dir": given.cache_dir})
 
