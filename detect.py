@@ -119,8 +119,9 @@ def slip(given, facts, span=SPAN):
     facts = torch.as_tensor(facts, dtype=torch.long)
     names = (facts[1:] & NAME).bool() & (facts[:-1] & GOES_ON).bool()
     told = (facts & FACT).bool() | torch.nn.functional.pad(names, (1, 0))[:len(facts)]
-    sums = torch.nn.functional.pad(-given.double(), (0, span - 1)).unfold(0, span, 1).sum(dim=1)
-    return float(sums[told].max()) if told.any() else math.nan
+    sums, at = torch.nn.functional.pad(-given.double().cumsum(0), (1, 0)), told.nonzero().flatten()
+    spans = sums[(at + span).clamp_max(len(given))] - sums[at]
+    return float(spans.max()) if len(spans) else math.nan
 
 
 def _listed(tokens):  # the elements of a tensor are all different keys
@@ -160,8 +161,8 @@ def scaled(name, found):
     """The values (N,) that a detector compares: nulls need rows of other lengths to be alike.
 
     found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
-    where the question says nothing, the worst of T places like ln T, on good rows of Alpaca by 3.1
-    (5.9M parameters) to 3.8 nats (135M).
+    where the question says nothing, a slip, the worst of many places, like ln T: on good rows of
+    Alpaca by 0.8 (5.9M parameters) to 0.9 nats (135M).
     """
     if name == "echo":
         return echo(found["relevance"], found["length"], found["copied"], found["news"])

@@ -15,6 +15,17 @@ from batches import pack, row_losses
 ENDS = {0, 3}
 
 
+def facts(token):
+    """Bits of `detect.fact`, for tokens without texts."""
+    return token % 8
+
+
+def told(answer):
+    """Where a number, a negation or a name begins, by the words of `detect.fact` alone."""
+    return [n for n, token in enumerate(answer) if facts(token) & 1
+            or (facts(token) & 2 and n and facts(answer[n - 1]) & 4)]
+
+
 def rows_of(seed=0, count=9, turns=1):
     """Tokenised rows, ragged: some with one end token, some with two, the last one cut."""
     rng = random.Random(seed)
@@ -61,7 +72,7 @@ def test_token_logps_are_those_of_the_rows_alone(model):
 @pytest.mark.parametrize("turns", [1, 2])
 def test_the_evidence_of_a_row_by_brute_force(model, turns):
     rows, blank = rows_of(turns=turns), [7, 8, 9]
-    found = ranking.row_evidence(model, rows, ENDS, blank)
+    found = ranking.row_evidence(model, rows, ENDS, facts, blank)
     for n, row in enumerate(rows):
         ids = row["input_ids"]
         start = max(p for p in range(len(ids)) if not row["trained"][p]) + 1
@@ -74,7 +85,7 @@ def test_the_evidence_of_a_row_by_brute_force(model, turns):
         answer, prompt = ids[start:stop], ids[:start]
         expected = {"end": -sum(last.tolist()) if len(last) else math.nan,
                     "relevance": -sum((c - u).tolist()), "fluency": -sum(c.tolist()) / len(c),
-                    "slip": max(-float(c[i:i + 3].sum()) for i in range(max(1, len(c) - 2))),
+                    "slip": max((-float(c[i:i + 2].sum()) for i in told(answer)), default=math.nan),
                     "length": len(answer), "repetition": detect.repetition(answer),
                     "copied": detect.copied(answer, prompt)[0],
                     "news": sum(t not in prompt for t in answer) / len(answer)}
@@ -86,9 +97,9 @@ def test_the_evidence_of_a_row_by_brute_force(model, turns):
 
 def test_the_evidence_does_not_depend_on_the_packing(model, monkeypatch):
     rows = rows_of()
-    whole = ranking.row_evidence(model, rows, ENDS, [7, 8, 9])
+    whole = ranking.row_evidence(model, rows, ENDS, facts, [7, 8, 9])
     monkeypatch.setattr("batches.TOKENS_AT_ONCE", 20)
-    for name, values in ranking.row_evidence(model, rows, ENDS, [7, 8, 9]).items():
+    for name, values in ranking.row_evidence(model, rows, ENDS, facts, [7, 8, 9]).items():
         assert torch.allclose(values, whole[name], atol=1e-10, equal_nan=True), name
 
 
@@ -100,9 +111,20 @@ def test_repetition_and_copies():
     value = detect.echo(torch.tensor([-20.0, -20, -20, -4]), torch.tensor([10.0, 10, 10, 2]),
                         torch.tensor([1, 1, 0.5, 1]), torch.tensor([0, 0.4, 0, 0]))
     assert value[0] == 2 and value[1:].isnan().all()
-    c = [-1.0, -4.0, -0.5, -2.0, -3.0, 0.0]
-    assert detect.slip(torch.tensor(c)) == max(-sum(c[i:i + 3]) for i in range(4)) == 6.5
-    assert [detect.slip(torch.tensor(c[:n])) for n in (0, 1, 2, 3)] == [0, 1, 5, 5.5]
+
+
+def test_a_slip_is_in_a_number_a_negation_or_a_name():
+    pieces = [" The", " river", " Rhine", ",", " Basel", ".", " It", " isn", "'t", " 1", "2", " km"]
+    facts = [*map(detect.fact, pieces)]
+    assert [bool(bits & 1) for bits in facts] == [False] * 8 + [True] * 3 + [False]
+    for worst, value in ((2, 7), (3, 7), (4, 7), (5, 7), (8, 7), (10, 7), (11, 7), (6, 2), (0, 2)):
+        logps = torch.full((12,), -1.0)  # 2 nats a span, and 7 where one of its tokens is odd
+        logps[worst] = -6.0
+        assert detect.slip(logps, facts) == value, pieces[worst]
+    assert detect.slip(torch.tensor([-3.0]), [1]) == 3 and math.isnan(detect.slip(logps[:0], []))
+    assert math.isnan(detect.slip(logps[:2], facts[:2])), "no fact is told"
+    assert [detect.fact(text) for text in ("", " ", "\n", " Not", "Don't", " a", "B", " É", "٣")] == [
+        0, 0, 0, 7, 5, 4, 4, 6, 5]
 
 
 # --- nulls ----------------------------------------------------------------------------------------
@@ -165,11 +187,12 @@ def test_the_good_side_of_a_file_is_its_good_rows(share):
 def test_the_worst_of_many_places_is_compared_with_as_many():
     """Places with exponential tails of GROWTH nats: about as many long rows stand out as short."""
     lengths = torch.randint(4, 200, (4000,), generator=torch.Generator().manual_seed(30))
-    worst = torch.stack([draw(n, seed).max() for seed, n in enumerate(lengths.tolist())]) * 3
+    worst = torch.stack([draw(n, seed).max() for seed, n in enumerate(lengths.tolist())])
+    worst = worst * detect.GROWTH
     found = {"slip": worst, "length": lengths.double()}
     values, long = detect.scaled("slip", found), lengths > 100
     assert values.tolist() == pytest.approx([
-        x - 3 * math.log(n) for x, n in zip(worst.tolist(), lengths.tolist(), strict=True)])
+        x - detect.GROWTH * math.log(n) for x, n in zip(worst.tolist(), lengths.tolist(), strict=True)])
     for of, low, high in ((values, 0.9, 1.1), (worst, 2, 9)):
         tail = of > torch.quantile(of, 0.9)
         assert low < float(tail[long].double().mean() / tail[~long].double().mean()) < high

@@ -43,9 +43,12 @@ def test_every_row_has_its_numbers_and_flagged_rows_come_last(rank, folders, fau
     lower = tokens.load_rows(faulty, models.load_tokenizer(folders["llama"]),
                              cache_dir=str(tmp_path / "cache"))[0]
     model = models.load_model(folders["llama"], torch.device("cpu"))
-    found = ranking.row_evidence(model, lower, {0, 2, 3}, ranking.blank_prompt(lower))
+    facts = tokens.fact_reader(models.load_tokenizer(folders["llama"]))
+    found = ranking.row_evidence(model, lower, {0, 2, 3}, facts, ranking.blank_prompt(lower))
     for name in ("relevance", "fluency", "loss", "end"):
         assert [row[name] for row in made.rows] == pytest.approx(found[name].tolist())
+    for row, slip in zip(made.rows, found["slip"].tolist(), strict=True):
+        assert row["slip"] == pytest.approx(slip) if slip == slip else row["slip"] is None
 
 
 def test_trusted_rows_and_another_share_of_kept_rows(rank, folders, faulty, files):
@@ -87,7 +90,7 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
     lower = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))[0]
     model, ends = models.load_model(folders["llama"], torch.device("cpu")), {0}
     blank = ranking.blank_prompt(lower)
-    found = ranking.row_evidence(model, lower, ends, blank)
+    found = ranking.row_evidence(model, lower, ends, int, blank)
     made = ranking.made_faults(partial(row_losses, model), lower, ends, found)
     assert {name: len(values) for name, values in made.items()} == {"end": 12, "relevance": 12}
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
@@ -97,7 +100,7 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
         start, taken = row["trained"].index(1), other["trained"].index(1)
         ids = row["input_ids"][:start] + other["input_ids"][taken:]
         one = ranking.row_evidence(model, [{"input_ids": ids, "trained": [0] * start + [1] * (
-            len(ids) - start)}], ends, blank)
+            len(ids) - start)}], ends, int, blank)
         assert float(made["relevance"][n]) == pytest.approx(
             float(detect.scaled("relevance", one)[0]), abs=1e-4)
 
