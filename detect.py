@@ -62,8 +62,8 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH, SKEW = 2, 1.0, 15.0  # of a slip: tokens; nats it grows by with ln T; `good_side`
-FACT, NAME, GOES_ON = 1, 2, 4      # bits of `fact`
+SPAN, GROWTH = 2, 1.0  # of a slip: tokens; nats it grows by with ln T
+NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
 NEGATIONS = ("not", "no", "never", "cannot", "n't", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
@@ -73,8 +73,7 @@ KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says not
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
 SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
-             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp),
-             "slip": (lambda x: -(-x / SKEW).exp(), lambda y: -SKEW * (-y).clamp_min(1e-6).log())}
+             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -99,29 +98,30 @@ def fluency(given):
 
 
 def fact(text):
-    """What a token says, bits of its text, which begins with a space where a word does.
+    """What a token tells, bits of its text, which begins with a space where a word does.
 
-    FACT: a number or an English negation; NAME: a capital; GOES_ON: no sentence ends here. A name
-    is a NAME behind what GOES_ON.
+    NUMBER; NEGATION, an English one; NAME, a capital; GOES_ON: no sentence ends here.
     """
     word = text.strip()
     negates = word.lower() in NEGATIONS or word.lower().endswith("n't")
-    return (FACT * (negates or any(map(str.isdigit, word)))
+    return (NUMBER * any(map(str.isdigit, word)) + NEGATION * negates
             + NAME * (text[:1] == " " and word[:1].isupper())
             + GOES_ON * (word[-1:].isalnum() or word[-1:] == ","))
 
 
-def slip(given, facts, span=SPAN):
-    """-sum of the least likely `span` tokens (T,) from a fact on, nats; NaN where none is told.
+def told(facts):
+    """Places of the numbers, the negations and, inside of sentences, the names of a row's tokens.
 
-    facts (T,): `fact` of each token.
+    facts: `fact` of each token.
     """
-    facts = torch.as_tensor(facts, dtype=torch.long)
-    names = (facts[1:] & NAME).bool() & (facts[:-1] & GOES_ON).bool()
-    told = (facts & FACT).bool() | torch.nn.functional.pad(names, (1, 0))[:len(facts)]
-    sums, at = torch.nn.functional.pad(-given.double().cumsum(0), (1, 0)), told.nonzero().flatten()
-    spans = sums[(at + span).clamp_max(len(given))] - sums[at]
-    return float(spans.max()) if len(spans) else math.nan
+    return [place for place, bits in enumerate(facts) if bits & (NUMBER | NEGATION) or (
+        bits & NAME and place and facts[place - 1] & GOES_ON)]
+
+
+def slip(given, places, span=SPAN):
+    """-sum of the least likely `span` tokens of (T,) from one of these places on, nats, or NaN."""
+    return max((-float(given[place:place + span].double().sum()) for place in places),
+               default=math.nan)
 
 
 def _listed(tokens):  # the elements of a tensor are all different keys
@@ -179,7 +179,7 @@ def good_side(values, name=None):
 
     The values up to the median, and their mirror images above it, on the scale on which a detector
     is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
-    a loss, -exp(-x / SKEW) of a slip. Bad rows raise the median, which costs power alone.
+    a loss. Bad rows raise the median, which costs power alone.
     """
     there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
     values = there(values)
