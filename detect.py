@@ -22,10 +22,11 @@ first in any case and c with it, so the default set costs the forward of u more.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.
- 1. The file's own good rows. Faults made from its rows, cut at random places and with answers
-    exchanged, say what bad values of E and M look like; the largest part of the file that they can
-    explain is taken out (`without_made`). For the losses, an empirical null: the good side of the
-    file and its mirror image (`good_side`), at about the same answer length.
+ 1. The file's own good rows. Faults made from its rows, cut at random places, with answers and with
+    numbers, negations and names exchanged, say what bad values of E, M and the slip look like; the
+    largest part of the file that they can explain is taken out (`without_made`). For the losses, an
+    empirical null: the good side of the file and its mirror image (`good_side`), at about the same
+    answer length.
  2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
@@ -286,7 +287,7 @@ def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
     found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
-    copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
+    copied, news, length and, as wanted, guidance. made: {"end", "relevance", "slip": (m,)}, `scaled`
     values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
     found, trusted = ({name: x.double() for name, x in part.items()} if part else part
