@@ -22,11 +22,11 @@ first in any case and c with it, so the default set costs the forward of u more.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.
- 1. The file's own good rows. Faults made from its rows, cut at random places, with answers and with
-    numbers, negations and names exchanged, say what bad values of E, M and the slip look like; the
-    largest part of the file that they can explain is taken out (`without_made`). For the losses, an
-    empirical null: the good side of the file and its mirror image (`good_side`), at about the same
-    answer length.
+ 1. The file's own good rows. Faults made from its rows, cut at random places and with answers
+    exchanged, say what bad values of E and M look like; the largest part of the file that they can
+    explain is taken out (`without_made`). For the losses and the slip, an empirical null: the good
+    side of the file and its mirror image (`good_side`), at about the same answer length. A slip's
+    surprise counts up to ODD, and flags no row by itself.
  2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
@@ -63,7 +63,7 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH = 2, 1.0  # of a slip: tokens; nats it grows by with ln T
+SPAN, GROWTH, ODD = 2, 1.0, 6.0  # of a slip: tokens; nats it grows by with ln T; largest surprise
 NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
 NEGATIONS = ("not", "no", "never", "cannot", "n't", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
@@ -287,7 +287,7 @@ def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
     found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
-    copied, news, length and, as wanted, guidance. made: {"end", "relevance", "slip": (m,)}, `scaled`
+    copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
     values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
     found, trusted = ({name: x.double() for name, x in part.items()} if part else part
@@ -313,7 +313,7 @@ def surprises(found, trusted=None, made=None, names=None):
         known = scaled(name, trusted) if trusted is not None and name in trusted else values[:0]
         if enough(known[~known.isnan()]):
             own = (own + banded_surprise(values, found["length"], known, trusted["length"])) / 2
-        surprising[name] = own
+        surprising[name] = own.clamp_max(ODD) if name == "slip" else own
     return {name: surprising[name] for name in names}
 
 
@@ -345,7 +345,12 @@ def log_odds(surprising, share, mean):
 
 
 def plausible(name, found, made=None):
-    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them."""
+    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them.
+
+    No slip is: good rows tell odd facts, too, so that it ranks and flags none.
+    """
+    if name == "slip":
+        return torch.zeros(len(found["length"]), dtype=torch.bool)
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]

@@ -264,19 +264,18 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 
-def made_faults(losses_of, rows, ends, facts, found, seed=0, room=math.inf):
-    """`detect.scaled` values of faults made on purpose, {"end", "relevance", "slip": (m,)}.
+def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
+    """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
 
     Of FAULTS rows, at the price of their forward: losses_of(rows) is `row_losses` of a model. end:
-    cut at random between a quarter and three quarters, the row's own end tokens appended. slip: a
-    number, negation or name is that of a row before it; what follows it says is not read again.
+    cut at random between a quarter and three quarters, the row's own end tokens appended.
     relevance: with the answer of another of these rows, where both have at most `room` tokens; what
     that answer has behind the blank prompt is known from `found`. All processes do the same.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
     shares = (0.25 + 0.5 * torch.rand(len(places), generator=generator)).tolist()
-    cut, parts, blanks, slips, seen = [], [], [], [], {}
+    cut, parts, blanks = [], [], []
     for place, share, row in zip(places, shares, take(tokens_only(rows), places), strict=True):
         prompt, answer, end = last_turn(row, ends)
         if end and len(answer) >= 4:
@@ -284,14 +283,6 @@ def made_faults(losses_of, rows, ends, facts, found, seed=0, room=math.inf):
         if answer:
             parts.append((prompt, answer))
             blanks.append(found["relevance"][place] - found["fluency"][place] * len(answer))
-        bits = [*map(facts, answer)]
-        if told := detect.told(bits):
-            at = told[int(share * len(told))]
-            kind = bits[at] & (detect.NUMBER | detect.NEGATION) or detect.NAME
-            other, seen[kind] = seen.get(kind, answer[at]), answer[at]
-            if other != answer[at]:
-                slips.append((place, len(answer), answer_row(
-                    prompt + answer[:at], [other, *answer[at + 1:at + detect.SPAN]])))
     made = {"relevance": torch.zeros(0, dtype=torch.float64)}
     pairs = [(prompt, parts[n - 1][1], blanks[n - 1]) for n, (prompt, _) in enumerate(parts)
              if len(parts) > 1 and len(prompt) + len(parts[n - 1][1]) <= room]
@@ -303,12 +294,6 @@ def made_faults(losses_of, rows, ends, facts, found, seed=0, room=math.inf):
     if cut:
         losses, lengths = losses_of(cut)
         made["end"] = losses.double() * lengths
-    if slips:
-        places, sizes, rows = map(list, zip(*slips, strict=True))
-        losses, lengths = losses_of(rows)
-        made["slip"] = detect.scaled("slip", {
-            "slip": torch.maximum(found["slip"][places], losses.double() * lengths),
-            "length": torch.tensor(sizes).double()})
     return made
 
 
@@ -322,7 +307,7 @@ def row_tests(model, lower, upper, ends, facts, seed=0, evidence=row_evidence):
     """
     found = evidence(model, lower, ends, facts, blank_prompt(lower), label="row tests")
     losses, trusted = functools.partial(row_losses, model), None
-    made = made_faults(losses, lower, ends, facts, found, seed, context_length(model.config))
+    made = made_faults(losses, lower, ends, found, seed, context_length(model.config))
     if upper is not None and "rejected_input_ids" not in upper.column_names:
         places = range(0, len(upper), math.ceil(len(upper) / TRUSTED))
         trusted = evidence(model, upper.select(places), ends, facts, blank_prompt(upper),

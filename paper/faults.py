@@ -94,7 +94,7 @@ KINDS = {"swapped": swapped, "swapped near": swapped, "shuffled": shuffle_words,
 # What a row test should say of a fault; elsewhere it is wrong.
 REASONS = {"swapped": ("relevance",), "swapped near": ("relevance",), "shuffled": ("fluency",),
            "cut middle": ("end",), "cut sentence": ("end",), "repeated": ("repetition",),
-           "echo": ("echo",), "refusal": ("relevance",), "changed": ("slip", "fluency")}
+           "echo": ("echo",), "refusal": ("relevance",), "changed": ("fluency",)}
 
 
 def nearest(rows, donors):

@@ -159,7 +159,7 @@ def print_forwards(folder, tokens, files, made, scorer):
     """What is left to do: forwards of rows, tokens, and minutes by a forward timed here.
 
     tokens: {name: tokenised rows}; files: how many are judged; made: how many faults `Losses`
-    knows. Of every file FAULTS rows get each of three faults, some of them in other files too.
+    knows. Of every file FAULTS rows are cut and as many exchanged, some of them in other files too.
     """
     lengths = {name: sets.row_lengths(rows) for name, rows in tokens.items()}
     answers = {name: torch.tensor([sum(trained) for trained in rows["trained"][:]])
@@ -168,7 +168,7 @@ def print_forwards(folder, tokens, files, made, scorer):
     forwards = 2 * sum(len(lengths[name]) for name in left)
     count = sum(int((lengths[name] + answers[name]).sum()) + len(scorer.blank) * len(lengths[name])
                 for name in left)
-    faults_left = max(0, 3 * files * min(ranking.FAULTS, len(lengths["clean"])) - made)
+    faults_left = max(0, 2 * files * min(ranking.FAULTS, len(lengths["clean"])) - made)
     count += round(faults_left * float(torch.cat(list(lengths.values())).double().mean()))
     clean = batches.tokens_only(tokens["clean"])
     sample = batches.take(clean, range(min(16, len(clean))))
@@ -311,8 +311,7 @@ def noise_table(args):
         file = file_of(parts, own)
         if name in MIXED:
             write_file(folder / f"{half}-{slug(name)}-{round(100 * share)}.jsonl", file)
-        made = ranking.made_faults(losses, file.tokens, scorer.ends, scorer.facts, file.found,
-                                   given.seed)
+        made = ranking.made_faults(losses, file.tokens, scorer.ends, file.found, given.seed)
         results[half][f"{name}, {share:.0%}"] = judged(file, made, trusted, given.seed)
     save_results(stored, args.command, results, rows=args.rows,
                  trusted=0 if trusted is None else len(trusted.tokens))

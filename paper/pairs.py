@@ -43,7 +43,7 @@ def pairs_table(args):
         part.found = noise.evidence_of(folder, name, part.tokens, scorer)
     answers, trusted = read["answers"], read.get("trusted")
     made = ranking.made_faults(noise.Losses(scorer.model, folder / "made.jsonl"), tokens,
-                               scorer.ends, scorer.facts, answers.found, given.seed)
+                               scorer.ends, answers.found, given.seed)
     scores, _ = noise.scores_and_verdicts(answers, made, trusted, given.seed)
     place = {row_id: n for n, row_id in enumerate(tokens["row_id"][:])}
     both = [n for n in range(len(sets)) if {2 * n, 2 * n + 1} <= set(place)]  # none was too long

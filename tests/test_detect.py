@@ -126,6 +126,16 @@ def test_a_slip_is_in_a_number_a_negation_or_a_name():
     assert [*map(detect.fact, texts)] == [0, 0, 0, 14, 10, 8, 8, 12, 9, 12, 8, 0]
 
 
+def test_odd_facts_lower_the_rank_and_flag_no_row():
+    found = {"slip": torch.cat([draw(380, 50, "normal"), draw(20, 51) + 30]), "length":
+             torch.full((400,), 50.0).double(), "fluency": draw(400, 52, "normal").exp()}
+    surprising = detect.surprises(found)
+    assert surprising["slip"][380:].tolist() == [detect.ODD] * 20
+    score, flagged, reasons = detect.judge(surprising, found)
+    assert score[380:].min() > score[:380].quantile(0.99) and "slip" not in reasons
+    assert not flagged[380:].any()
+
+
 # --- nulls ----------------------------------------------------------------------------------------
 
 def draw(count, seed, kind="exponential"):
@@ -358,8 +368,8 @@ def test_of_no_rows_nothing_is_known():
 
 
 def test_flags_are_those_of_benjamini_and_hochberg():
-    surprising = {"fluency": draw(300, 20) ** 2, "slip": draw(300, 21) * 2}
-    found = dict.fromkeys(("fluency", "slip", "length"), torch.zeros(300))
+    surprising = {"fluency": draw(300, 20) ** 2, "repetition": draw(300, 21) * 2}
+    found = dict.fromkeys(("fluency", "repetition", "length"), torch.zeros(300))
     _, flagged, _ = detect.judge(surprising, found, fdr=0.2)
     share, _ = causes_by_hand(torch.stack([*surprising.values()], dim=1).tolist())
     p = [min(math.exp(-float(t)) * sum(share) / w for t, w in zip(row, share, strict=True))
@@ -380,13 +390,13 @@ def test_a_row_unlike_any_made_fault_is_not_flagged():
 
 
 def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():
-    """A relevance unlike that of any exchanged answer; the slip alone is why the row is flagged."""
+    """A relevance unlike that of any exchanged answer: repeated words are why it is flagged."""
     surprising = {"relevance": torch.tensor([0.5] * 99 + [30.0]).double(),
-                  "slip": torch.tensor([0.5] * 99 + [20.0]).double()}
-    found = {"relevance": torch.full((100,), -1.0).double(), "slip": torch.ones(100).double(),
+                  "repetition": torch.tensor([0.5] * 99 + [20.0]).double()}
+    found = {"relevance": torch.full((100,), -1.0).double(), "repetition": torch.ones(100).double(),
              "length": torch.ones(100).double()}
     _, flagged, reasons = detect.judge(surprising, found, {"relevance": draw(50, 1) + 5})
-    assert flagged.tolist() == [False] * 99 + [True] and reasons[99] == "slip"
+    assert flagged.tolist() == [False] * 99 + [True] and reasons[99] == "repetition"
     assert detect.judge(surprising, found)[2][99] == "relevance"
 
 

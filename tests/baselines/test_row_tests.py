@@ -1,7 +1,6 @@
 """`python -m baselines tests`: the ranking that it writes, and what it prints."""
 
 import json
-import math
 from functools import partial
 
 import pytest
@@ -92,9 +91,8 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
     model, ends = models.load_model(folders["llama"], torch.device("cpu")), {0}
     blank = ranking.blank_prompt(lower)
     found = ranking.row_evidence(model, lower, ends, int, blank)
-    made = ranking.made_faults(partial(row_losses, model), lower, ends, int, found)
-    assert {name: len(values) for name, values in made.items()} == {
-        "end": 12, "relevance": 12, "slip": len(made["slip"])}
+    made = ranking.made_faults(partial(row_losses, model), lower, ends, found)
+    assert {name: len(values) for name, values in made.items()} == {"end": 12, "relevance": 12}
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
     rows = [lower[n] for n in order]
     for n, row in enumerate(rows):
@@ -110,41 +108,11 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
     sizes = [row["trained"].index(1) + sum(rows[n - 1]["trained"]) - 1
              for n, row in enumerate(rows)]  # their end is left out
     room = sorted(sizes)[5]
-    fitting = ranking.made_faults(partial(row_losses, model), lower, ends, int, found, room=room)
+    fitting = ranking.made_faults(partial(row_losses, model), lower, ends, found, room=room)
     assert len(fitting["end"]) == 12 and torch.allclose(fitting["relevance"], torch.stack(
         [value for value, size in zip(made["relevance"], sizes, strict=True) if size <= room]))
-    none = ranking.made_faults(partial(row_losses, model), lower, ends, int, found, room=3)
+    none = ranking.made_faults(partial(row_losses, model), lower, ends, found, room=3)
     assert len(none["relevance"]) == 0 and len(none["end"]) == 12
-
-
-def test_a_made_slip_is_a_token_of_a_row_before(folders, tmp_path):
-    """The larger one of the row's own slip and of the exchanged token with the one behind it."""
-    path = write_rows(tmp_path / "rows.jsonl", [
-        {"prompt": row["prompt"], "response": f"one {n} two, {n + 3} three not four"}
-        for n, row in enumerate(make_rows(12, 8))])
-    tokenizer = models.load_tokenizer(folders["llama"])
-    facts = tokens.fact_reader(tokenizer)
-    lower = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))[0]
-    model, ends = models.load_model(folders["llama"], torch.device("cpu")), {0}
-    found = ranking.row_evidence(model, lower, ends, facts, ranking.blank_prompt(lower))
-    made = ranking.made_faults(partial(row_losses, model), lower, ends, facts, found)["slip"]
-    generator, expected, before = torch.Generator().manual_seed(0), [], {}
-    order = torch.randperm(12, generator=generator).tolist()
-    for place, share in zip(order, (0.25 + 0.5 * torch.rand(12, generator=generator)).tolist(),
-                            strict=True):
-        ids = [*lower[place]["input_ids"]]
-        start = lower[place]["trained"].index(1)
-        told = [n for n in range(start, len(ids) - 1) if facts(ids[n]) & 3]
-        at = told[int(share * len(told))]
-        kind, own = facts(ids[at]) & 3, ids[at]
-        if before.get(kind, own) != own:
-            ids[at] = before[kind]
-            logps = model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-            span = [-float(logps[n - 1, ids[n]]) for n in range(at, min(at + 2, len(ids) - 1))]
-            expected.append(max(sum(span), float(found["slip"][place]))
-                            - math.log(len(ids) - 1 - start))
-        before[kind] = own
-    assert len(expected) > 6 and made.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_who_is_flagged():
