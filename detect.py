@@ -43,7 +43,8 @@ faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Odds: the local false 
 Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
 (2006). Flags: Benjamini and Hochberg 1995.
 
-Blind spots. A wrong number, name or negation in a fluent answer is seen at times, by a good model.
+Blind spots. A wrong number, English negation or name lowers the rank of a fluent answer where the
+model is good; another wrong word hardly does.
 An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
 nearly right. Tables and indented code repeat themselves. A kind of fault that few rows have
 is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see who is flagged
