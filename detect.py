@@ -26,7 +26,7 @@ rows a frequent fault hides itself.
     exchanged, say what bad values of E and M look like; the largest part of the file that they can
     explain is taken out (`without_made`). For the losses and the slip, an empirical null: the good
     side of the file and its mirror image (`good_side`), at about the same answer length. A slip's
-    surprise counts up to ODD, and flags no row by itself.
+    surprise is bounded and flags no row (`RANKING`), as good rows tell odd facts, too.
  2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
@@ -64,9 +64,10 @@ LEAST = 20            # rows of a null with a tail; fewer trusted rows are no nu
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH, ODD = 2, 1.0, 6.0  # of a slip: tokens; nats it grows by with ln T; largest surprise
+SPAN, GROWTH = 2, 1.0  # of a slip: tokens; nats it grows by with ln T
+RANKING = {"slip": 6.0}  # good rows have it, too: it flags none, and counts up to so many nats
 NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
-NEGATIONS = ("not", "no", "never", "cannot", "n't", "'t", "’t", "without", "none", "nor")
+NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
 FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
@@ -314,7 +315,7 @@ def surprises(found, trusted=None, made=None, names=None):
         known = scaled(name, trusted) if trusted is not None and name in trusted else values[:0]
         if enough(known[~known.isnan()]):
             own = (own + banded_surprise(values, found["length"], known, trusted["length"])) / 2
-        surprising[name] = own.clamp_max(ODD) if name == "slip" else own
+        surprising[name] = own.clamp_max(RANKING.get(name, math.inf))
     return {name: surprising[name] for name in names}
 
 
@@ -348,14 +349,13 @@ def log_odds(surprising, share, mean):
 def plausible(name, found, made=None):
     """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them.
 
-    No slip is: good rows tell odd facts, too, so that it ranks and flags none.
+    False where a detector is of RANKING.
     """
-    if name == "slip":
-        return torch.zeros(len(found["length"]), dtype=torch.bool)
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]
-    return values >= (quantile(known, TAIL) if len(known) else -math.inf)
+    least = quantile(known, TAIL) if len(known) else -math.inf
+    return (values >= least) & (name not in RANKING)
 
 
 def judge(surprising, found, made=None, fdr=FDR):

@@ -26,7 +26,7 @@ CODE = re.compile(r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|functi
 GROUPS = ("short", "medium", "long", "mostly ASCII", "less than 90 % ASCII", "code", "no code")
 WORST = 3  # examples of each reason
 TRUSTED, FAULTS = 500, 200  # trusted rows that are read; rows with a fault made on purpose
-# What a reason says about an answer, after a number of rows.
+# What a reason says about an answer, after a number of rows. Older rankings have "slip".
 REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "garbled",
            "slip": "odd in a number, name or negation", "repetition": "repeating themselves",
            "echo": "copying the question", "guidance": "against the trusted rows",

@@ -34,6 +34,7 @@ NEEDS_MODEL = ("less", "rds", "loss", "ifd", *TESTS)
 SHARED = ("model", "dtype", "four_bit", "gradient_checkpointing", "device", "micro_batch", "seed",
           "keep_fraction")
 NOT_SHARED = ("dpo_beta",)
+LESS_ALONE = ("micro_batch", "gradient_checkpointing")  # of SHARED, what no other method reads
 # The embedded default: a tiny model on rows of a few tokens.
 TOY = {"lora_rank": 8, "lora_alpha": 8, "lr": 1e-3, "batch": 8, "max_length": 128}
 
@@ -93,12 +94,11 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     args.toy = toy_run
     for group in parser._action_groups:
-        if group.title in METHODS and group.title != args.method:
-            for action in group._group_actions:
-                if getattr(args, action.dest) != parser.get_default(action.dest):
-                    print(f"not read by {args.method}: {action.option_strings[0]}")
-    if args.method != "less" and args.micro_batch != parser.get_default("micro_batch"):
-        print(f"not read by {args.method}: --micro-batch")
+        for action in group._group_actions:
+            reader = "less" if action.dest in LESS_ALONE else group.title
+            if reader in METHODS and reader != args.method and (
+                    getattr(args, action.dest) != parser.get_default(action.dest)):
+                print(f"not read by {args.method}: {action.option_strings[0]}")
     check_args(args)
     check_out(args)
     return args

@@ -108,8 +108,8 @@ def read_part(part, source):
     """Yield (place, row) for each row of a part; the place is for messages."""
     name, number = part if isinstance(part, Path) else source, 0
     try:
-        suffix = part.suffix.lower() if isinstance(part, Path) else None
-        if suffix and suffix != ".parquet":
+        suffix = part.suffix.lower() if isinstance(part, Path) else ".parquet"
+        if suffix != ".parquet":
             yield from (_read_csv if suffix == ".csv" else _read_json)(part)
             return
         if isinstance(part, Path):

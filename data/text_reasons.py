@@ -45,6 +45,7 @@ OPEN = re.compile(r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|ge
                   r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
                   r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
                   re.I)
+# Words of such a question, anywhere in it.
 OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|your favou?rite|"
                     r"should (i|we))\b", re.I)
 # Questions that ask for several turns, or for how turns are written.

@@ -124,7 +124,7 @@ def end_ids(tokenizer):
 
 
 def fact_reader(tokenizer):
-    """-> facts(token): `detect.fact` of its text by itself, of what every token is read once."""
+    """-> facts(token): `detect.fact` of a token's text, each token read once."""
     @functools.cache
     def facts(token):
         begins = (tokenizer.convert_ids_to_tokens(token) or "").startswith(("\u0120", "\u2581"))

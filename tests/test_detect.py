@@ -130,7 +130,7 @@ def test_odd_facts_lower_the_rank_and_flag_no_row():
     found = {"slip": torch.cat([draw(380, 50, "normal"), draw(20, 51) + 30]), "length":
              torch.full((400,), 50.0).double(), "fluency": draw(400, 52, "normal").exp()}
     surprising = detect.surprises(found)
-    assert surprising["slip"][380:].tolist() == [detect.ODD] * 20
+    assert surprising["slip"][380:].tolist() == [detect.RANKING["slip"]] * 20
     score, flagged, reasons = detect.judge(surprising, found)
     assert score[380:].min() > score[:380].quantile(0.99) and "slip" not in reasons
     assert not flagged[380:].any()

@@ -174,6 +174,9 @@ def test_flags_that_a_method_does_not_read_are_named(capsys, tmp_path):
     command.parse_args(["random", "--dsir-buckets", "7", "--out", str(tmp_path / "kept.jsonl")])
     command.parse_args(["dsir", "--dsir-buckets", "7", "--out", str(tmp_path / "kept.jsonl")])
     assert capsys.readouterr().out == "not read by random: --dsir-buckets\n"
+    for method, named in (("dsir", "not read by dsir: --micro-batch\n"), ("less", "")):
+        command.parse_args([method, "--micro-batch", "7", "--out", str(tmp_path / "kept.jsonl")])
+        assert capsys.readouterr().out == named
 
 
 def test_out_may_not_be_one_of_the_sources(rank, files, refused, tmp_path):

@@ -47,7 +47,8 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
 def test_open_questions_have_no_conflicts():
     for question in ("Name a fruit", "Write a slogan for a bakery.", "A random number, please",
                      "Use the word in a sentence", "Give synonyms of it", "Design a logo",
-                     "What's your favorite one?", "Which one should I buy?"):
+                     "What's your favorite one?", "Which one should I buy?", "Respond to it: So?",
+                     "Propose a name.", "Good morning!", "Fix the grammar: He go."):
         rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
         assert text_reasons(rows) == [None, None, "duplicate"]
     for question in ("Name the red fruit", "Is a tomato a fruit?"):
@@ -103,8 +104,9 @@ def test_letters_are_words_where_a_script_has_no_spaces():
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
     assert text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
     assert text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
-    system = "A chat between a curious user and an artificial intelligence assistant. "
-    assert text_reasons([(system + "What is it?", answer)]) == ["turn" if goes_on else None]
+    for system in ("A chat between a curious user and an artificial intelligence assistant. ",
+                   "A conversation between a user and an assistant. ", "You are a chat model. "):
+        assert text_reasons([(system + "What is it?", answer)]) == ["turn" if goes_on else None]
     marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
     for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
         assert text_reasons([(asked, answer)]) == ["turn" if marked else None]
@@ -169,10 +171,13 @@ def test_bytes_read_one_by_one_are_broken(text):
 def test_a_question_may_ask_for_a_link_or_for_markup():
     rows = [("Which website is it?", "https://example.com"),
             ("Make a bold line in HTML", "<b>a</b>"), ("Write a React component.", "<div>a</div>"),
+            ("Give a div a border.", "<div style=x>a</div>"),
+            ("Embed it by an iframe", "<iframe src=x>"), ("Use Bootstrap.", "<div class=x>a</div>"),
             ("Name the stages of information.", "<b>a</b>"),
             ("Is that the opposite?", "https://example.com"), ("Write lorem ipsum.", "Lorem ipsum"),
             ("What is S in Morse code?", "..."), ("What is a good form of it?", "a<br>b")]
-    assert text_reasons(rows) == [None, None, None, "debris", "placeholder", None, None, "debris"]
+    assert text_reasons(rows) == [
+        *[None] * 6, "debris", "placeholder", None, None, "debris"]
 
 
 @pytest.mark.parametrize(("asked", "answer"), [
