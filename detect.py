@@ -11,6 +11,7 @@ around an empty question. The end tokens are kept apart from both.
     fluency      -mean_t c_t                                  garbled                  c
     slip         the largest -sum of c_t over 2 tokens from   a wrong number, name or  c
                  a number, name or negation on, less ln T     negation
+    peak         the same over any 2 tokens, less 2 ln T      a wrong word, a typo     c
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
@@ -24,9 +25,9 @@ Each value is compared with a *null*: what good rows look like. Never the whole 
 rows a frequent fault hides itself.
  1. The file's own good rows. Faults made from its rows, cut at random places and with answers
     exchanged, say what bad values of E and M look like; the largest part of the file that they can
-    explain is taken out (`without_made`). For the losses and the slip, an empirical null: the good
-    side of the file and its mirror image (`good_side`), at about the same answer length. A slip's
-    surprise is bounded and flags no row (`RANKING`), as good rows tell odd facts, too.
+    explain is taken out (`without_made`). For the other values, an empirical null: the good side
+    of the file and its mirror image (`good_side`), at about the same answer length. What a
+    slip or a peak counts is bounded, and they flag no row (`RANKING`): good rows have them, too.
  2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
@@ -34,7 +35,7 @@ rows a frequent fault hides itself.
 What the file suffers from weighs the detectors: a mixture of good rows and of each fault is fitted
 to the surprises (`fit_causes`). The score of a row is its log odds of having a fault. The detector
 with the largest weighted surprise is the reason; `unclear` where the runner-up is about as strong.
-A row is flagged by Benjamini and Hochberg's rule if it is as bad as a tenth of the made faults.
+A row is flagged by Benjamini and Hochberg's rule if it is as bad as 15 % of the made faults.
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
 arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
@@ -43,13 +44,12 @@ faults explain: Blanchard, Lee and Scott, JMLR 11 (2010). Odds: the local false 
 Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman, Biometrika 93
 (2006). Flags: Benjamini and Hochberg 1995.
 
-Blind spots. A wrong number, English negation or name lowers the rank of a fluent answer where the
-model is good; another wrong word hardly does.
-An answer cut at the end of a sentence looks finished to a small model, and a neighbour's answer
-nearly right. Tables and indented code repeat themselves. A kind of fault that few rows have
-is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see who is flagged
-by length, language and code. Without trusted rows a loss or boilerplate that most rows share *is*
-the null. A row cut by a length limit has no end to judge.
+Blind spots. A wrong word, number, English negation or name lowers the rank of a fluent answer where
+the model is good. An answer cut at the end of a sentence looks finished to a small model, and a
+neighbour's answer nearly right. Tables and indented code repeat themselves. A kind of fault that
+few rows have is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see
+who is flagged by length, language and code. Without trusted rows a loss or boilerplate that most
+rows share *is* the null. A row cut by a length limit has no end to judge.
 
 Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """
@@ -58,14 +58,15 @@ import math
 
 import torch
 
-DETECTORS = ("end", "relevance", "fluency", "slip", "repetition", "echo", "guidance")
+DETECTORS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo", "guidance")
 TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
 LEAST = 20            # rows of a null with a tail; fewer trusted rows are no null
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH = 2, 1.0  # of a slip: tokens; nats it grows by with ln T
-RANKING = {"slip": 6.0}  # good rows have it, too: it flags none, and counts up to so many nats
+SPAN, GROWTH = 2, {"slip": 1.0, "peak": 2.0}  # tokens; nats it grows by with ln T
+RANKING = {"slip": 6.0, "peak": 3.5}  # good rows have it: it flags none, counts up to so many nats
+PLAUSIBLE = 0.15      # a flagged row is at least as bad as this share of the made faults
 NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
 NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
@@ -165,12 +166,12 @@ def scaled(name, found):
 
     found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
     where the question says nothing, a slip, the worst of many places, like ln T: on good rows of
-    Alpaca by 0.8 (5.9M parameters) to 0.9 nats (135M).
+    Alpaca by 0.8 (5.9M parameters) to 0.9 nats (135M). A peak has more places.
     """
     if name == "echo":
         return echo(found["relevance"], found["length"], found["copied"], found["news"])
-    if name == "slip":
-        return found["slip"] - GROWTH * found["length"].clamp_min(1).log()
+    if name in GROWTH:
+        return found[name] - GROWTH[name] * found["length"].clamp_min(1).log()
     root = found["length"].clamp_min(1).sqrt() if name == "relevance" else 1.0
     return found[name] / root
 
@@ -288,8 +289,8 @@ def fixed_surprise(values, start, scale):
 def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
-    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, repetition,
-    copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
+    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, peak,
+    repetition, copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
     values of faults made on purpose. names: the detectors; None: all that `found` has.
     """
     found, trusted = ({name: x.double() for name, x in part.items()} if part else part
@@ -347,15 +348,12 @@ def log_odds(surprising, share, mean):
 
 
 def plausible(name, found, made=None):
-    """(N,) bool: as bad as a tenth of the made faults; True of a detector that has none of them.
-
-    False where a detector is of RANKING.
-    """
+    """(N,) bool: as bad as some of the made faults; True of a detector that has none of them."""
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]
-    least = quantile(known, TAIL) if len(known) else -math.inf
-    return (values >= least) & (name not in RANKING)
+    least = quantile(known, PLAUSIBLE) if len(known) else -math.inf
+    return values >= least
 
 
 def judge(surprising, found, made=None, fdr=FDR):
@@ -363,16 +361,17 @@ def judge(surprising, found, made=None, fdr=FDR):
 
     score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
     file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
-    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni. reason: of `_reason`,
+    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni, RANKING left out. reason: of `_reason`,
     None for a row that is not flagged.
     """
     names = list(surprising)
     table = torch.stack([surprising[name] for name in names], dim=1)
     share, mean = fit_causes(table)
     score = log_odds(table, share, mean).logsumexp(dim=1)
-    table = table + (share / share.sum()).log()
+    flags = torch.tensor([name not in RANKING for name in names])
+    table = table + (share / share[flags].sum()).log()
     likely = torch.stack([plausible(name, found, made) for name in names], dim=1)
-    table = table.where(likely, -math.inf)
+    table = table.where(likely & flags, -math.inf)
     chance = (-table.amax(dim=1)).exp()
     ordered = chance.sort().values
     level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))

@@ -33,7 +33,8 @@ REASONS = {"end": "cut short", "relevance": "of another question", "fluency": "g
            "duplicate": "repeating another row", "conflict": "in conflict with another answer",
            "unclear": "for no clear reason", "turn": "going on with another turn",
            "placeholder": "left without an answer", "debris": "with markup or broken encoding"}
-EVIDENCE = ("end", "relevance", "fluency", "slip", "repetition", "copied", "news", "length", "loss")
+EVIDENCE = ("end", "relevance", "fluency", "slip", "peak", "repetition", "copied", "news", "length",
+            "loss")
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -245,8 +246,8 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
     """What the row tests read, {name: (N,) float64}: two forwards of every row, no gradient.
 
     ends: token ids that end a turn; facts(token): its `detect.fact`; blank: tokens of the blank
-    prompt. The names are EVIDENCE, see detect.py: of the row's last turn (end and slip are NaN
-    where it has none; length in tokens), but loss is the mean over all trained tokens. All
+    prompt. The names are EVIDENCE, see detect.py: of the row's last turn (end, slip and peak are
+    NaN where it has none; length in tokens), but loss is the mean over all trained tokens. All
     processes share the work; each returns all rows.
     """
     found = torch.zeros(len(rows), len(EVIDENCE), dtype=torch.float64)
@@ -259,8 +260,9 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
                 places.tolist(), turns, behind, strict=False):  # a spare group has no place
             found[place] = torch.tensor([
                 detect.end(end), detect.relevance(c, u[:len(c)]), detect.fluency(c),
-                detect.slip(c, detect.told([*map(facts, answer)])), detect.repetition(answer),
-                *detect.copied(answer, prompt), len(answer), loss], dtype=torch.float64)
+                detect.slip(c, detect.told([*map(facts, answer)])), detect.slip(c, range(len(c))),
+                detect.repetition(answer), *detect.copied(answer, prompt), len(answer), loss],
+                dtype=torch.float64)
     return dict(zip(EVIDENCE, all_sum(found).T, strict=True))
 
 

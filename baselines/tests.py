@@ -5,8 +5,8 @@
 Two forwards of every row; detect.py has the detectors, the formulas and what they cannot see. The
 rows that look bad come last and are not kept, unless --keep-fraction says how many are. Beside the
 columns of every ranking: reason, surprise (log odds of a fault, nats), end, relevance, fluency,
-slip, repetition, echo, loss and length (tokens of the answer); null where a detector has nothing to
-judge.
+slip, peak, repetition, echo, loss and length (tokens of the answer); null where a detector has
+nothing to judge.
 
 `joined` takes the same forwards and keeps as many rows. It adds the loss to the score: the tests
 know some faults, the loss sees others, and of two good rows the likelier one trains better.

@@ -23,7 +23,7 @@ from toy import corpus
 COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "recommended",
            "margin", "refined_logp", "weight", "masked", "generated_at", "ratio", "logps",
            "old_logps", "way", "source", "why", "reason", "surprise", "end", "relevance",
-           "fluency", "slip", "repetition", "echo", "guidance"]
+           "fluency", "slip", "peak", "repetition", "echo", "guidance"]
 
 
 # --- the rule -------------------------------------------------------------------------------------

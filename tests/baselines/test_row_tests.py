@@ -47,8 +47,9 @@ def test_every_row_has_its_numbers_and_flagged_rows_come_last(rank, folders, fau
     found = ranking.row_evidence(model, lower, {0, 2, 3}, facts, ranking.blank_prompt(lower))
     for name in ("relevance", "fluency", "loss", "end"):
         assert [row[name] for row in made.rows] == pytest.approx(found[name].tolist())
-    for row, slip in zip(made.rows, found["slip"].tolist(), strict=True):
-        assert row["slip"] == pytest.approx(slip) if slip == slip else row["slip"] is None
+    for name in ("slip", "peak"):
+        for row, value in zip(made.rows, found[name].tolist(), strict=True):
+            assert row[name] == (pytest.approx(value) if value == value else None)
 
 
 def test_trusted_rows_and_another_share_of_kept_rows(rank, folders, faulty, files):
