@@ -290,8 +290,8 @@ def surprises(found, trusted=None, made=None, names=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
     found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, peak,
-    repetition, copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance": (m,)}, `scaled`
-    values of faults made on purpose. names: the detectors; None: all that `found` has.
+    repetition, copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance":
+    (m,)}, `scaled` values of faults made on purpose. names: the detectors; None: all of `found`.
     """
     found, trusted = ({name: x.double() for name, x in part.items()} if part else part
                       for part in (found, trusted))
@@ -361,8 +361,8 @@ def judge(surprising, found, made=None, fdr=FDR):
 
     score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
     file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
-    `fdr`, by the largest surprise + ln w: a p-value by weighted Bonferroni, RANKING left out. reason: of `_reason`,
-    None for a row that is not flagged.
+    `fdr`, by the largest surprise + ln w, without RANKING: a p-value by weighted Bonferroni.
+    reason: of `_reason`, None for a row that is not flagged.
     """
     names = list(surprising)
     table = torch.stack([surprising[name] for name in names], dim=1)

@@ -316,6 +316,8 @@ def row_tests(model, lower, upper, ends, facts, seed=0, evidence=row_evidence):
                            label="row tests, trusted rows")
     pairs = each_row(lower, "prompt", "response")
     surprise, reason, notes = verdicts(found, trusted, made, text_reasons(pairs))
+    if upper is not None and trusted is None:
+        notes.append("preference pairs do not say what good rows look like")
     return found | {"echo": detect.scaled("echo", found), "surprise": surprise,
                     "reason": torch.tensor([-1 if name is None else list(REASONS).index(name)
                                             for name in reason])}, notes

@@ -44,7 +44,7 @@ def write_parts(path, parts):
 
     The half-written file has the process's number in its name: two may write one path at once.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays one
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:

@@ -207,7 +207,11 @@ def open_work(args, model, levels, groups):
                        "lower rows": sets.rows_hash(levels.lower),
                        "upper rows": sets.rows_hash(levels.upper),
                        "upper groups": utils.content_hash(*groups)}}
-    return folder.open_run(Path(args.work or f"{args.out}.less"), config, resume=True)
+    work = Path(args.work or f"{args.out}.less")
+    try:
+        return folder.open_run(work, config, resume=True)
+    except UserError as error:
+        raise UserError(f"{error}; or remove {work}, or name another --work") from None
 
 
 def run_less(args, levels):

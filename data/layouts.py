@@ -66,6 +66,12 @@ def find_layout(columns, place, given=None):
                     "--lower-columns prompt=question,response=answer")
 
 
+def unread(given, layout, columns):
+    """Names of the columns that this layout does not read; columns: of `parse_columns`."""
+    return sorted(map(str, given.keys() - {
+        *LAYOUTS[layout], *MEDIA, "input", "system", "bad", "kind", *columns.values()}))
+
+
 def row_messages(row, layout, side, place):
     """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
 

@@ -160,10 +160,11 @@ def prompt_overlap(a, b):
 
 
 def left_out(report):
-    """How many rows of a set were dropped and why, and how many answers were cut, in words."""
+    """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
     return (f", dropped {dropped}" if dropped else "") + (
-        f", {report['truncated']} responses cut" if report.get("truncated") else "")
+        f", {report['truncated']} responses cut" if report.get("truncated") else "") + (
+        f", not read: {', '.join(report['unread'][:9])}" if report.get("unread") else "")
 
 
 def sequence_lengths(rows):
@@ -204,9 +205,11 @@ def check_vocabulary(levels, config):
 
 
 def rows_hash(rows):
-    """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
+    """16 hex digits over ids, texts, tokens and labels: the same file again is the same data."""
     digest = hashlib.sha256()
     for part in rows.with_format("arrow").iter(batch_size=10_000):
+        digest.update("".join(str(part[name].to_pylist()) for name in ("bad", "kind")
+                              if name in part.column_names).encode())
         for column in ("row_id", "hash", *TOKEN_COLUMNS):
             if column not in part.column_names:
                 continue

@@ -29,11 +29,10 @@ LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word 
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
 CLOSED = 12                    # words: at most so many make an answer that can contradict another
 # A line that begins with one who asks; it asks, or is the last one and a sentence.
-SPEAKER = re.compile(r"\n[#*> \t]{0,9}(User|USER|user|Human|human|Instruction|"
-                     r"Question|Input|Q)\W{0,4}[:\uff1a]")
+SPEAKER = re.compile(r"\n[#*> \t]{0,9}((?i:user|human)|Instruction|Question|Q)\W{0,4}[:\uff1a]")
 ASKING = re.compile(r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$")
-REPLY = re.compile(r"\n[#*> \t]{0,9}(Assistant|ASSISTANT|assistant|AI|Bot|Answer|"
-                   r"Response|Output|A)\W{0,4}[:\uff1a]")
+REPLY = re.compile(r"\n[#*> \t]{0,9}((?i:assistant)|AI|Bot|Answer|Response|Output|A)"
+                   r"\W{0,4}[:\uff1a]")
 MARK = re.compile(r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
                   r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
 # A question with many right answers: "name a fruit".
@@ -52,9 +51,10 @@ OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?senten
 ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
                    r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
                    r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
-                   r"exercise|few-shot|function|program|algorithm|python|c\+\+|c#|\b(code|java|"
-                   r"sql|arrays?|strings?|regex|script|scenes?|plays?|stor(y|ies)|lessons?|"
-                   r"worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
+                   r"(virtual|voice) assist|exercise|few-shot|function|program|algorithm|python|"
+                   r"c\+\+|c#|\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|"
+                   r"plays?|stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|"
+                   r"examples?)\b|"
                    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
                    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
 WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
@@ -67,7 +67,7 @@ EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no
                    r"blank|(deleted|removed)( by \w+)?|"
                    r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
                    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
-                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
+                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|(?-i:nan)|"
                    r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
 # A link alone, or a printer's filler; and questions that may ask for one.
 LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
@@ -75,7 +75,7 @@ LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?:
 PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
                    r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
                    r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
-                   r"ipsum|filler|downloads?|install)\b", re.I)
+                   r"ipsum|filler|downloads?|install|engines?)\b", re.I)
 SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation)\b", re.I)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
@@ -94,8 +94,8 @@ MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|
                     r"[a-z](acute|grave|uml|circ|tilde|cedil));", re.I)
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
                     r"site|link|program|function|url|element|template|highlight|bold|font|"
-                    r"format|component|react|vue|angular|django|flask|xss|escape|scrap|pars|div\b|"
-                    r"iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress)|"
+                    r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
+                    r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress)|"
                     r"<|&#?\w+;", re.I)
 CODE = re.compile(r"`[^`\n]{1,200}`")
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
@@ -178,8 +178,10 @@ def another_turn(prompt, answer):
     speaker = SPEAKER.search(answer)
     if not speaker or DIALOGUE.match(answer) or ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
-    return any(ASKING.match(answer, found.end()) for found in SPEAKER.finditer(answer)) or bool(
-        REPLY.search(answer, speaker.end()))
+    asks = [(found[1].lower(), ASKING.match(answer, found.end()))
+            for found in SPEAKER.finditer(answer)]  # "Question:" may head a part of an answer
+    return bool(REPLY.search(answer, speaker.end())) or any(
+        asked and (who in ("user", "human") or asked.end() == len(answer)) for who, asked in asks)
 
 
 def text_reasons(rows):

@@ -35,7 +35,7 @@ from detect import fact
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 6  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 7  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -320,7 +320,9 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
                             "train on what `python eval.py export` makes of that run, or on the "
                             "original rows with --keep")
         given, row = row, renamed(row, columns, place) if columns else row
-        report["layout"] = report["layout"] or layouts.find_layout(row, place, given)
+        if report["layout"] is None:
+            report["layout"] = layouts.find_layout(row, place, given)
+            report["unread"] = layouts.unread(given, report["layout"], columns)
         source = layouts.row_messages(row, report["layout"], side, place)
         messages = layouts.clean_messages(source, end_markers)
         if reason := layouts.why_unusable(messages, given):

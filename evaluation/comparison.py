@@ -117,6 +117,10 @@ def comparison_rows(runs):
         groups.setdefault(key, []).append(run)
     rows = []
     for members in groups.values():
+        for one, two in itertools.combinations(members, 2):
+            if one.args.seed == two.args.seed:
+                raise UserError(f"{one.folder} and {two.folder}: two runs of seed {one.args.seed}, "
+                                "and a seed counts once; leave one out")
         row = {"name": shared_name(members), "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):

@@ -42,8 +42,10 @@ def export(source, layout, out=None):
                 "pairs": {"prompt": messages[:-1], "chosen": messages[-1:],
                           "rejected": conversation(entry)[-1:]},
                 "messages": {"messages": messages}}[layout]
-        if layout == "pairs" and not num_rows:
-            raise UserError(f"{source}: recommends no new answer, so there are no pairs")
+        if not num_rows:
+            raise UserError(f"{source}: " + (
+                "recommends no new answer, so there are no pairs" if layout == "pairs" else
+                "no row in it is kept or rewritten"))
 
     write_jsonl(out, chosen())
     return f"{num_rows} rows: {out}" + (

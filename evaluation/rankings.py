@@ -19,7 +19,9 @@ def rerank(rows, source, by):
         raise UserError(f"--by {by}: {source} has no {missing[0]}; rank by the weight, or run "
                         "again without --skip-scores" + (
                             "" if by == "final" else " and with --correction"))
-    share = 0.0 if by == "final" else Run(source.parent).args.correction
+    share = 0.0 if by == "final" else getattr(Run(source.parent).args, "correction", None)
+    if share is None:
+        raise UserError(f"--by {by}: {source.parent}/config.json names no correction")
     losses = [row["final_loss"] - (share and share * row["attainable_loss"]) for row in rows]
     order = sorted(range(len(rows)), key=losses.__getitem__)
     return [rows[i] | {"rank": rank} for rank, i in enumerate(order, 1)]

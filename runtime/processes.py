@@ -45,7 +45,7 @@ def join_processes(name):
     global _store
     if os.environ.get("WORLD_SIZE", "1") == "1":
         device = pick_device(name)
-        if device.index is not None:  # Triton launches on the current device, which is 0 until told
+        if device.type == "cuda" and device.index is not None:  # Triton takes the current one
             torch.cuda.set_device(device)
         return device
     for needed in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -212,6 +212,8 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     assert processes.pick_device("cuda:1").index == 1
     with pytest.raises(utils.UserError, match=r"--device cuda:2: there are 2 CUDA devices"):
         processes.pick_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail("no GPU"))
+    assert processes.join_processes("cpu:1").type == "cpu"
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 99999999999999999999])
@@ -455,6 +457,13 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
     assert listing(resumed.out) == listing(whole.out)
     assert ((resumed.out / "weights.jsonl").read_bytes()
             == (whole.out / "weights.jsonl").read_bytes())
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    utils.write_atomic(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
 
 
 def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_size_limit):

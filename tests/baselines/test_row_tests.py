@@ -58,6 +58,16 @@ def test_trusted_rows_and_another_share_of_kept_rows(rank, folders, faulty, file
     assert sum(row["kept"] for row in made.rows) == 12 and "27 upper rows" in made.text
 
 
+def test_preference_pairs_are_no_null_and_the_ranking_says_so(rank, folders, faulty, tmp_path):
+    alone = rank("tests", None, model=folders["llama"], lower=faulty)
+    pairs = write_rows(tmp_path / "pairs.jsonl", [
+        {"prompt": f"{row['prompt']} {n}", "chosen": row["response"], "rejected": "no"}
+        for n, row in enumerate(make_rows(30, 6))])
+    made = rank("tests", {"lower": faulty, "upper": pairs}, upper_loss="dpo", out="p.jsonl")
+    assert made.rows == alone.rows
+    assert "note: preference pairs do not say what good rows look like" in made.text
+
+
 def test_the_same_again_and_the_ranking_is_taken_by_training(rank, folders, faulty, train, files):
     first = rank("tests", None, model=folders["llama"], lower=faulty)
     again = rank("tests", None, model=folders["llama"], lower=faulty, out="again.jsonl")

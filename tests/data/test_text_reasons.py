@@ -91,7 +91,9 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
     ("Ask the user: is it on?", False),
     ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
-    ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", True),
+    ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", False),
+    ("Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes", False),
+    ("Paris.\n\nUser: And of Spain?\nMadrid.", True), ("x\nInstruction: y\nOutput: z", True),
     ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
     ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False), ("x\nUser: id, name\nPost: id", False),
     ("Letters:\nQ: heat in joules", False), ("x\nUser: Name three rivers in Asia.", True),
@@ -117,7 +119,7 @@ N/A | n.a. | Answer: N/A | <nooutput> | [No output] | No answer. | No response g
 [Insert output poster here] | TODO: write answer | <your answer here> | [deleted] | ... | ___
 Write your answer here | Lorem ipsum dolor sit amet, consectetur. | https://www.example.com/a?b=1
 [removed by admin] | See https://example.com. | [link](https://x.com) | https://a.com www.b.org
-<|endoftext|> | N/A</s>
+<|endoftext|> | N/A</s> | nan
 """
 FULL = r"""
 Na | No. | None | Todo est\xe1 bien. | Undefined | NaN | Null | undefined | No output. | Answer
@@ -175,20 +177,22 @@ def test_a_question_may_ask_for_a_link_or_for_markup():
             ("Embed it by an iframe", "<iframe src=x>"), ("Use Bootstrap.", "<div class=x>a</div>"),
             ("Name the stages of information.", "<b>a</b>"),
             ("Is that the opposite?", "https://example.com"), ("Write lorem ipsum.", "Lorem ipsum"),
+            ("Which search engine?", "www.a.com"), ("Write a non-breaking space.", "&nbsp;"),
             ("What is S in Morse code?", "..."), ("What is a good form of it?", "a<br>b")]
     assert text_reasons(rows) == [
-        *[None] * 6, "debris", "placeholder", None, None, "debris"]
+        *[None] * 6, "debris", "placeholder", None, None, None, None, "debris"]
 
 
 @pytest.mark.parametrize(("asked", "answer"), [
-    ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nInput: 5\nOutput: 120"),
+    ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nQ: 5\nA: 120"),
     ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
     ("Write a short chat of a user and a bot.", "Here it is:\n\nUser: Hi?\nBot: Hello"),
-    ("Reverse an array in Java.", "int[] a;\nInput: 1 2\nOutput: 2 1"),
+    ("Reverse an array in Java.", "int[] a;\nQ: 1 2\nA: 2 1"),
+    ("How does a virtual assistant work?", "By ear.\nUser: Is it cold?\nAssistant: No."),
     ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
     ("Write a math word problem.", "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5"),
     ("Turn the passage into a question.", "Of course.\nQuestion: Who wrote Hamlet?"),
-    ("Explain translation with an example.", "It is so.\nInput: Hello\nOutput: Bonjour"),
+    ("Explain translation with an example.", "It is so.\nUser: Hello\nBot: Bonjour"),
     ("Show the ChatML format.", "Like this:\n<|im_start|>user\nHi<|im_end|>")])
 def test_turns_that_were_asked_for(asked, answer):
     assert text_reasons([(asked, answer)]) == [None]

@@ -355,6 +355,17 @@ def test_a_pair_of_answers_to_two_questions_is_none(tokenizer, tmp_path):
     assert sets.left_out(report) == ", dropped {'two questions': 1}"
 
 
+def test_columns_that_no_layout_reads_are_named(tokenizer, tmp_path):
+    row = {"instruction": "Who won?", "context": "Bob won.", "response": "Bob", "id": 3}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    columns, cache = "prompt=instruction,response=response", tmp_path / "cache"
+    _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
+    assert sets.left_out(report) == ", not read: context, id"
+    columns = "instruction=instruction,input=context,output=response"
+    _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
+    assert sets.left_out(report) == ", not read: id"
+
+
 def test_tokenizer_that_prepends_a_space(load):
     """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))

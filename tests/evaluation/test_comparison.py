@@ -59,6 +59,9 @@ def test_a_run_counts_once(tmp_path, refused):
     run = str(fabricate(tmp_path / "one" / "seed-0"))
     line = refused(lambda: front.main(["compare", run, f"{tmp_path}/one/../one/seed-0"]))
     assert "seed-0: named twice" in line
+    again = str(fabricate(tmp_path / "one" / "again"))
+    line = refused(lambda: front.main(["compare", run, again]))
+    assert f"{again}: two runs of seed 0, and a seed counts once" in line
 
 
 def test_bad_input_is_one_line(tmp_path, refused):
@@ -93,7 +96,7 @@ def test_rows_edited_in_place_are_other_data(tmp_path, refused):
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
-    first, again = run("first"), run("again")
+    first, again = run("first"), run("again", lr=0.5)
     edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
                                                                   keep="k")
     front.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),

@@ -196,6 +196,11 @@ def test_export_of_pairs(train, online, files, tmp_path, monkeypatch):
     with pytest.raises(utils.UserError, match="recommends no new answer, so there are no pairs"):
         export(write_rows(tmp_path / "none.jsonl", entries[:3]), "pairs", tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    (tmp_path / "none").write_text("old")
+    for rows in ([], [entries[0] | {"kept": False, "recommended": "original"}]):
+        with pytest.raises(utils.UserError, match="no row in it is kept or rewritten"):
+            export(write_rows(tmp_path / "none.jsonl", rows), "messages", tmp_path / "none")
+    assert (tmp_path / "none").read_text() == "old"
 
 
 # --- the command ----------------------------------------------------------------------------------

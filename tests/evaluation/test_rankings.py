@@ -120,6 +120,12 @@ def test_keep_by_a_loss_of_the_final_model(files, train, refused):
         write_rows(run.out / "weights.jsonl", run.weights)
         assert "line 4: the attainable_loss" in refused(lambda: front.main(
             ["keep", str(run.out), "--keep-fraction", "0.4", "--by", "corrected"]))
+    config = json.loads((run.out / "config.json").read_text())
+    config["args"]["correction"] = None
+    (run.out / "config.json").write_text(json.dumps(config))
+    write_rows(run.out / "weights.jsonl", run.weights[:3])
+    assert "names no correction" in refused(lambda: front.main(
+        ["keep", str(run.out), "--keep-fraction", "0.4", "--by", "corrected"]))
     plain = train(files(lower=10), out="plain", epochs=1)
     assert "has no attainable_loss" in refused(lambda: front.main(
         ["keep", str(plain.out), "--keep-fraction", "0.4", "--by", "corrected"]))

@@ -95,7 +95,7 @@ DAMAGES = {
     "deep object": lambda _: b'{"a":' * 100_000, "a list": lambda _: b"[1, 2]\n",
     "null": lambda _: b"null\n", "NaN": lambda _: b"NaN\n", "no keys": lambda _: b"{}\n"}
 # What means "nothing measured", "no texts" or "a run is writing this line" is no damage.
-SOUND = {("base.json", "no keys"), ("losses.json", "no keys"), ("curated.jsonl", "empty"),
+SOUND = {("base.json", "no keys"), ("losses.json", "no keys"),
          ("shown.jsonl", "empty"), ("metrics.jsonl", "truncated")}
 
 
