@@ -51,10 +51,9 @@ OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?senten
 ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
                    r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
                    r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
-                   r"(virtual|voice) assist|exercise|few-shot|function|program|algorithm|python|"
-                   r"c\+\+|c#|\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|"
-                   r"plays?|stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|"
-                   r"examples?)\b|"
+                   r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
+                   r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
+                   r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
                    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
                    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
 WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
