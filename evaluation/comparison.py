@@ -91,9 +91,8 @@ def final_metrics(run):
     return values
 
 
-def shared_name(runs):
-    """runs/bds/seed-0, runs/bds/seed-1: bds. The name of a single run is its own."""
-    names = [run.name for run in runs]
+def shared_name(names):
+    """bds/seed-0, bds/seed-1: bds. The name of a single run is its own."""
     if len(names) == 1:
         return names[0]
     prefix = re.sub(r"seed-\d*$", "", os.path.commonprefix(names))  # noqa: RUF071
@@ -121,7 +120,7 @@ def comparison_rows(runs):
             if one.args.seed == two.args.seed:
                 raise UserError(f"{one.folder} and {two.folder}: two runs of seed {one.args.seed}, "
                                 "and a seed counts once; leave one out")
-        row = {"name": shared_name(members), "n": len(members)}
+        row = {"name": shared_name([run.name for run in members]), "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):
             values = [final[key] for final in finals if final.get(key) is not None]
@@ -133,6 +132,10 @@ def comparison_rows(runs):
             row[key] = {"mean": mean, "std": std, "low": mean - half if n > 1 else None,
                         "high": mean + half if n > 1 else None, "n": n}
         rows.append(row)
+    names = [row["name"] for row in rows]
+    for row, members in zip(rows, groups.values(), strict=True):
+        if names.count(row["name"]) > 1:  # such as a/seed-0 and b/seed-0
+            row["name"] = shared_name([str(run.folder) for run in members])
     return rows
 
 

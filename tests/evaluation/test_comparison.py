@@ -55,6 +55,13 @@ def test_seeds_of_two_digits_and_no_clipping(tmp_path):
     assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("bds", 3)]
 
 
+def test_two_rows_of_one_name_are_told_apart(tmp_path):
+    runs = [Run(fabricate(tmp_path / name / "0", args={"lr": lr})) for name, lr in (
+        ("a", 0.1), ("b", 0.2))]
+    assert [row["name"] for row in comparison_rows(runs)] == [
+        str(tmp_path / "a" / "0"), str(tmp_path / "b" / "0")]
+
+
 def test_a_run_counts_once(tmp_path, refused):
     run = str(fabricate(tmp_path / "one" / "seed-0"))
     line = refused(lambda: front.main(["compare", run, f"{tmp_path}/one/../one/seed-0"]))
