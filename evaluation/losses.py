@@ -174,11 +174,11 @@ def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
     """
     if columns and not rows:
         raise UserError("--lower-columns: names the columns of --rows; give both")
+    if is_model_folder(folder):
+        raise UserError(f"{folder}: not a run folder; losses compares a run with its base model")
     if out:
         check_output(out, folder, *([rows] if rows else []))
     model, tokenizer, run = load_trained(folder, device)
-    if run is None:
-        raise UserError(f"{folder}: not a run folder; losses compares a run with its base model")
     args = training_arguments(run)
     if args.adapter:
         load_start(model, args.adapter)

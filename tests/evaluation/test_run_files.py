@@ -95,7 +95,7 @@ DAMAGES = {
     "deep object": lambda _: b'{"a":' * 100_000, "a list": lambda _: b"[1, 2]\n",
     "null": lambda _: b"null\n", "NaN": lambda _: b"NaN\n", "no keys": lambda _: b"{}\n"}
 # What means "nothing measured", "no texts" or "a run is writing this line" is no damage.
-SOUND = {("base.json", "no keys"), ("losses.json", "no keys"),
+SOUND = {("base.json", "no keys"), ("losses.json", "no keys"), ("curated.jsonl", "empty"),
          ("shown.jsonl", "empty"), ("metrics.jsonl", "truncated")}
 
 
@@ -106,7 +106,8 @@ def test_damaged_files_are_one_line(call, run_folder, name, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     for command in FILES[name]:
         line = call(command, run_folder)
-        assert line is None if (name, damage) in SOUND else str(run_folder) in line
+        sound = (name, damage) in SOUND and command != "export"  # which would write an empty file
+        assert line is None if sound else str(run_folder) in line
 
 
 def wrong_values(number, every):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,10 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
     assert re.search(r"^rows +7 ", capfd.readouterr().out, re.M)
     assert "names the columns of --rows; give both" in refused(lambda: front.main(
         ["losses", str(run.out), "--lower-columns", "prompt=q,response=a"]))
+    nowhere = str(tmp_path / "nowhere")
+    assert "nowhere: not a run folder" in refused(
+        lambda: front.main(["losses", nowhere, "--out", nowhere + "/x.jsonl"]))
+    assert not Path(nowhere).exists()
 
     held = tmp_path / "heldout.jsonl"
     other = train(files(lower_heldout=5) | {"heldout": write_rows(
