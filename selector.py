@@ -110,7 +110,7 @@ class Selector:
         """
         rows = rows.to(self.logits.device)
         losses = losses.detach().to(self.logits)
-        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype == torch.bool or not (
+        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype.itemsize < 4 or not (
                 len(rows) and int(rows.min()) >= 0 and int(rows.max()) < len(self.logits)):
             raise ValueError(f"rows {rows} and losses {losses}: an index a loss, at least one, "
                              f"from 0 to {len(self.logits) - 1}")

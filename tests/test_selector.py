@@ -201,12 +201,14 @@ def test_step_leaves_no_graph_and_changes_no_input():
     assert torch.equal(losses, copy) and torch.equal(rows, torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize("rows", [[0, -1], [0, 11], [0], [], [[0, 1]], [True, False]])
+@pytest.mark.parametrize("rows", [
+    [0, -1], [0, 11], [0], [], [[0, 1]], [True, False],
+    torch.tensor([0, 1], dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.int16)])
 def test_rows_that_are_none_change_nothing(rows):
     made = start(11)
     before = made.weights().clone()
     with pytest.raises(ValueError, match="an index a loss"):
-        made.step(torch.tensor(rows), torch.ones(2 if rows else 0), 1.0)
+        made.step(torch.as_tensor(rows), torch.ones(2 if len(rows) else 0), 1.0)
     with pytest.raises(FloatingPointError, match="a gamma of nan"):
         made.step(torch.tensor([0]), torch.ones(1), math.nan)
     assert torch.equal(made.weights(), before)
