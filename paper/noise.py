@@ -43,6 +43,7 @@ from data import sets
 from data.text_reasons import text_reasons
 from data.tokens import end_ids, fact_reader, load_rows
 from paper import faults
+from paper.figures import panels_figure
 from paper.plans import chosen, words_of
 from paper.results import save_results
 from paper.running import slug
@@ -302,7 +303,7 @@ def noise_table(args):
         check_maker(file, args.command)
     if stored.exists():
         print(f"{stored}: finished; remove it to make the table again")
-        print_noise(list(json.loads(stored.read_text())["results"].values())[-1])
+        show_noise(stored, list(json.loads(stored.read_text())["results"].values())[-1])
         return
     write_maker(folder / "command.json", args.command)
     parts, labels, trusted, losses, scorer = measure(args, given, folder, plan, halves)
@@ -315,7 +316,7 @@ def noise_table(args):
         results[half][f"{name}, {share:.0%}"] = judged(file, made, trusted, given.seed)
     save_results(stored, args.command, results, rows=args.rows,
                  trusted=0 if trusted is None else len(trusted.tokens))
-    print_noise(results[halves[-1]])
+    show_noise(stored, results[halves[-1]])
 
 
 def check_maker(file, command):
@@ -391,9 +392,18 @@ def measure(args, given, folder, plan, halves):
     return parts, labels, read.get("trusted"), losses, scorer
 
 
-def print_noise(results):
-    """AUROC of every file by every ranking, and the reasons given in the file of all kinds."""
+def show_noise(stored, results):
+    """AUROC of every file by every ranking, and the reasons given in the file of all kinds.
+
+    Drawn beside the `stored` file, too: a panel a kind, of each ranking a dot a share of bad rows.
+    """
     names = list(next(iter(results.values())))
+    panels = collections.defaultdict(lambda: collections.defaultdict(list))
+    for file, figures in results.items():
+        for name in names:
+            if "auroc" in figures[name]:
+                panels[file.rpartition(",")[0]][name].append(figures[name]["auroc"])
+    panels_figure(stored.with_suffix(".png"), "AUROC", panels, chance=0.5)
     print(table(["AUROC", *names, "clean rows flagged", "bad rows flagged"], [
         [file, *(figures[name].get("auroc") for name in names),
          *(figures["tests"][key] for key in ("clean_flagged", "found"))]

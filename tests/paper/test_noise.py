@@ -74,6 +74,7 @@ def tiny(tmp_path, monkeypatch, folders):
 def test_the_table_on_a_tiny_model(tiny, tmp_path, folders, capfd, refused):
     main(["noise", "--name", "tiny", "--rows", "40", "--data", tiny])
     stored = json.loads((tmp_path / "results/noise_tiny.json").read_text())
+    assert (tmp_path / "results/noise_tiny.png").stat().st_size > 10_000
     assert stored["command"].startswith("python -m paper noise") and stored["rows"] == 40
     assert stored["results"].keys() == {"develop", "report"}
     report = stored["results"]["report"]
