@@ -211,7 +211,8 @@ def open_work(args, model, levels, groups):
     try:
         return folder.open_run(work, config, resume=True)
     except UserError as error:
-        raise UserError(f"{error}; or remove {work}, or name another --work") from None
+        raise UserError(f"{error}; or name another --work" + (
+            f", or remove {work}" if "cannot resume" in str(error) else "")) from None
 
 
 def run_less(args, levels):

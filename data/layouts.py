@@ -68,8 +68,9 @@ def find_layout(columns, place, given=None):
 
 def unread(given, layout, columns):
     """Names of the columns that this layout does not read; columns: of `parse_columns`."""
-    return sorted(map(str, given.keys() - {
-        *LAYOUTS[layout], *MEDIA, "input", "system", "bad", "kind", *columns.values()}))
+    read = {"system", "bad", "kind", *["input"] * (layout == "alpaca")} - columns.keys()
+    read |= {*LAYOUTS[layout], *MEDIA, *columns.values()}
+    return sorted(f"{name!a:.40}" for name in given.keys() - read)
 
 
 def row_messages(row, layout, side, place):
@@ -93,17 +94,16 @@ def _turns(row, layout, side, place):
     def text(column):
         return text_of(get(column), f'{place}: "{column}"')
 
-    if layout in ("messages", "conversations"):
-        return _messages(get(layout), f'{place}: "{layout}"')
     if layout == "alpaca":
         prompt, extra = text("instruction"), text("input") if "input" in row else ""
         return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))
     extra = row.get("input")
-    if layout in ("openorca", "prompt/response", "prompt/completion") and (
-            isinstance(extra, str) and VISIBLE.search(extra)):
+    if isinstance(extra, str) and VISIBLE.search(extra):
         raise UserError(f'{place}: "input" has text that would not be read; name the columns '
                         "instruction=...,input=input,output=... with --lower-columns or "
                         "--upper-columns, or remove it")
+    if layout in ("messages", "conversations"):
+        return _messages(get(layout), f'{place}: "{layout}"')
     if layout == "openorca":
         return _exchange(text("question"), text("response"))
     if layout == "chosen/rejected dialogues":

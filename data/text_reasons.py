@@ -58,7 +58,8 @@ ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|i
                    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
 WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
-END = re.compile(r"(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)+$")
+END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
+HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
 EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
                    r"no (answer|response)( (provided|available|given))?)\W*|"
@@ -66,7 +67,7 @@ EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no
                    r"blank|(deleted|removed)( by \w+)?|"
                    r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
                    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
-                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|(?-i:nan)|"
+                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
                    r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
 # A link alone, or a printer's filler; and questions that may ask for one.
 LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
@@ -174,13 +175,14 @@ def another_turn(prompt, answer):
     """Whether an answer goes on with another question, and is no dialogue that was asked for."""
     if MARK.search(answer):
         return not WRITTEN.search(prompt)
+    answer = END.sub("", answer)
     speaker = SPEAKER.search(answer)
     if not speaker or DIALOGUE.match(answer) or ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
-    asks = [(found[1].lower(), ASKING.match(answer, found.end()))
-            for found in SPEAKER.finditer(answer)]  # "Question:" may head a part of an answer
     return bool(REPLY.search(answer, speaker.end())) or any(
-        asked and (who in ("user", "human") or asked.end() == len(answer)) for who, asked in asks)
+        asked and (found[1].lower() in ("user", "human")  # "Question:" may head a part
+                   or not HEADING.search(answer, asked.end() - 1))
+        for found in SPEAKER.finditer(answer) for asked in [ASKING.match(answer, found.end())])
 
 
 def text_reasons(rows):

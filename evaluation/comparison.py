@@ -113,13 +113,11 @@ def comparison_rows(runs):
         folders.add(folder)
         key = json.dumps({k: v for k, v in vars(run.args).items() if k not in SAME_EXPERIMENT},
                          sort_keys=True)
+        while any(run.args.seed == other.args.seed for other in groups.get(key, ())):
+            key += " again"  # a seed counts once
         groups.setdefault(key, []).append(run)
     rows = []
     for members in groups.values():
-        for one, two in itertools.combinations(members, 2):
-            if one.args.seed == two.args.seed:
-                raise UserError(f"{one.folder} and {two.folder}: two runs of seed {one.args.seed}, "
-                                "and a seed counts once; leave one out")
         row = {"name": shared_name([run.name for run in members]), "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):
@@ -132,10 +130,11 @@ def comparison_rows(runs):
             row[key] = {"mean": mean, "std": std, "low": mean - half if n > 1 else None,
                         "high": mean + half if n > 1 else None, "n": n}
         rows.append(row)
-    names = [row["name"] for row in rows]
-    for row, members in zip(rows, groups.values(), strict=True):
-        if names.count(row["name"]) > 1:  # such as a/seed-0 and b/seed-0
-            row["name"] = shared_name([str(run.folder) for run in members])
+    for called in (shared_name, lambda folders: folders[0]):  # until all names differ
+        names = [row["name"] for row in rows]
+        for row, members in zip(rows, groups.values(), strict=True):
+            if names.count(row["name"]) > 1:
+                row["name"] = called([str(run.folder) for run in members])
     return rows
 
 

@@ -459,11 +459,14 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
             == (whole.out / "weights.jsonl").read_bytes())
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_no_link_is_written_over(tmp_path):
     (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to("target")
-    utils.write_atomic(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+    for name in ("target", "gone", "link"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(name)
+        with pytest.raises(utils.UserError, match="link: is not a regular file, but a link"):
+            utils.make_parent(tmp_path / "link")
+    assert (tmp_path / "target").read_text() == "old"
 
 
 def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_size_limit):

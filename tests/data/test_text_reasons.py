@@ -93,6 +93,10 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
     ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", False),
     ("Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes", False),
+    ("Paris.\n\nQuestion: What of Spain?\nMadrid.", True),
+    ("Paris.\nQuestion: What is 2?\n4\n\nQuestion: What is 3?\n9", True),
+    ("Paris.\n\nQ: Of Spain?\nA) Madrid\nB) Rome", True),
+    ("Paris.\nQuestion: What of Spain?</s>", True),
     ("Paris.\n\nUser: And of Spain?\nMadrid.", True), ("x\nInstruction: y\nOutput: z", True),
     ("2\n<|endoftext|>What is 2 + 2?", True), ("No<|endoftext|>", False),
     ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False), ("x\nUser: id, name\nPost: id", False),
@@ -119,7 +123,7 @@ N/A | n.a. | Answer: N/A | <nooutput> | [No output] | No answer. | No response g
 [Insert output poster here] | TODO: write answer | <your answer here> | [deleted] | ... | ___
 Write your answer here | Lorem ipsum dolor sit amet, consectetur. | https://www.example.com/a?b=1
 [removed by admin] | See https://example.com. | [link](https://x.com) | https://a.com www.b.org
-<|endoftext|> | N/A</s> | nan
+<|endoftext|> | N/A</s>
 """
 FULL = r"""
 Na | No. | None | Todo est\xe1 bien. | Undefined | NaN | Null | undefined | No output. | Answer
@@ -180,7 +184,7 @@ def test_a_question_may_ask_for_a_link_or_for_markup():
             ("Which search engine?", "www.a.com"), ("Write a non-breaking space.", "&nbsp;"),
             ("What is S in Morse code?", "..."), ("What is a good form of it?", "a<br>b")]
     assert text_reasons(rows) == [
-        *[None] * 6, "debris", "placeholder", None, None, None, None, "debris"]
+        *[None] * 6, "debris", "placeholder", *[None] * 4, "debris"]
 
 
 @pytest.mark.parametrize(("asked", "answer"), [

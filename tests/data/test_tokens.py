@@ -360,10 +360,19 @@ def test_columns_that_no_layout_reads_are_named(tokenizer, tmp_path):
     (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
     columns, cache = "prompt=instruction,response=response", tmp_path / "cache"
     _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
-    assert sets.left_out(report) == ", not read: context, id"
+    assert sets.left_out(report) == ", not read: 'context', 'id'"
     columns = "instruction=instruction,input=context,output=response"
     _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
-    assert sets.left_out(report) == ", not read: id"
+    assert sets.left_out(report) == ", not read: 'id'"
+
+
+def test_an_input_beside_pairs_or_messages_is_not_dropped(tokenizer, tmp_path):
+    say = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "yes"}]
+    for row in ({"prompt": "Sum up.", "chosen": "a", "rejected": "b"}, {"messages": say},
+                {"chosen": say, "rejected": say}):
+        (tmp_path / "x.jsonl").write_text(json.dumps(row | {"input": "THE TEXT"}) + "\n")
+        with pytest.raises(UserError, match='"input" has text that would not be read'):
+            tokens.load_rows(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
 
 
 def test_tokenizer_that_prepends_a_space(load):

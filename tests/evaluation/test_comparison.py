@@ -56,6 +56,10 @@ def test_seeds_of_two_digits_and_no_clipping(tmp_path):
 
 
 def test_two_rows_of_one_name_are_told_apart(tmp_path):
+    runs = [Run(fabricate(tmp_path / "x" / f"seed-{seed}", seed=seed, args={"lr": lr}))
+            for seed, lr in ((0, 0.1), (1, 0.1), (2, 0.2), (3, 0.2))]
+    assert [row["name"] for row in comparison_rows(runs)] == [
+        str(tmp_path / "x" / f"seed-{seed}") for seed in (0, 2)]
     runs = [Run(fabricate(tmp_path / name / "0", args={"lr": lr})) for name, lr in (
         ("a", 0.1), ("b", 0.2))]
     assert [row["name"] for row in comparison_rows(runs)] == [
@@ -66,9 +70,10 @@ def test_a_run_counts_once(tmp_path, refused):
     run = str(fabricate(tmp_path / "one" / "seed-0"))
     line = refused(lambda: front.main(["compare", run, f"{tmp_path}/one/../one/seed-0"]))
     assert "seed-0: named twice" in line
-    again = str(fabricate(tmp_path / "one" / "again"))
-    line = refused(lambda: front.main(["compare", run, again]))
-    assert f"{again}: two runs of seed 0, and a seed counts once" in line
+    again, other = (Run(fabricate(tmp_path / "one" / name, seed=seed)) for name, seed in (
+        ("again", 0), ("seed-1", 1)))
+    rows = comparison_rows([Run(run), again, other])
+    assert [(row["name"], row["n"]) for row in rows] == [("one", 2), ("again", 1)]
 
 
 def test_bad_input_is_one_line(tmp_path, refused):
@@ -103,7 +108,7 @@ def test_rows_edited_in_place_are_other_data(tmp_path, refused):
         (folder / "config.json").write_text(json.dumps(config))
         return str(folder)
 
-    first, again = run("first"), run("again", lr=0.5)
+    first, again = run("first"), run("again")
     edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
                                                                   keep="k")
     front.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),
