@@ -188,8 +188,8 @@ def test_out_may_not_be_one_of_the_sources(rank, files, refused, tmp_path):
     (tmp_path / "a@b").mkdir()
     at = shutil.copy(rows["lower"], tmp_path / "a@b" / "c@d.jsonl")
     for flag, out, options in (
-            ("lower", rows["lower"], {}), ("upper", rows["upper"], {}), ("lower", inside, {"lower": tmp_path / "folder"}),
-            ("lower", at, {"lower": at}),
+            ("lower", rows["lower"], {}), ("upper", rows["upper"], {}),
+            ("lower", inside, {"lower": tmp_path / "folder"}), ("lower", at, {"lower": at}),
             ("upper-heldout", rows["heldout"], {"upper_heldout": rows["heldout"]})):
         line = refused(lambda out=out, options=options: rank("dsir", rows, out=out, **options))
         assert f"holds the rows of --{flag}, which the ranking would replace" in line
