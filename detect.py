@@ -352,8 +352,7 @@ def plausible(name, found, made=None):
     values = scaled(name, found).nan_to_num(-math.inf)
     known = (made or {}).get(name, values[:0])
     known = known[~known.isnan()]
-    least = quantile(known, PLAUSIBLE) if len(known) else -math.inf
-    return values >= least
+    return values >= (quantile(known, PLAUSIBLE) if len(known) else -math.inf)
 
 
 def judge(surprising, found, made=None, fdr=FDR):

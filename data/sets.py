@@ -164,7 +164,8 @@ def left_out(report):
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
     return (f", dropped {dropped}" if dropped else "") + (
         f", {report['truncated']} responses cut" if report.get("truncated") else "") + (
-        f", not read: {', '.join(report['unread'][:9])}" if report.get("unread") else "")
+        f", not read: {', '.join(report['unread'][:9])}" if report.get("unread") else "") + (
+        f" and {len(report['unread']) - 9} more" if len(report.get("unread", ())) > 9 else "")
 
 
 def sequence_lengths(rows):

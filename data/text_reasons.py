@@ -175,10 +175,10 @@ def another_turn(prompt, answer):
     """Whether an answer goes on with another question, and is no dialogue that was asked for."""
     if MARK.search(answer):
         return not WRITTEN.search(prompt)
-    answer = END.sub("", answer)
     speaker = SPEAKER.search(answer)
     if not speaker or DIALOGUE.match(answer) or ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
+    answer = END.sub("", answer)
     return bool(REPLY.search(answer, speaker.end())) or any(
         asked and (found[1].lower() in ("user", "human")  # "Question:" may head a part
                    or not HEADING.search(answer, asked.end() - 1))

@@ -282,7 +282,7 @@ def judged(file, made, trusted, seed):
 
 
 def noise_table(args):
-    """Faults of every kind in files of every share, found by each ranking; results/noise_NAME.json.
+    """Faults of every kind in files of every share, found by each ranking: results/noise_NAME.json.
 
     A killed command goes on; a finished table is printed and not made again.
     """

@@ -127,14 +127,14 @@ def test_a_slip_is_in_a_number_a_negation_or_a_name():
     assert [*map(detect.fact, texts)] == [0, 0, 0, 14, 10, 8, 8, 12, 9, 12, 8, 0]
 
 
-@pytest.mark.parametrize("name", ["slip", "peak"])
-def test_odd_words_lower_the_rank_and_flag_no_row(name):
+@pytest.mark.parametrize(("name", "ahead"), [("slip", 0.99), ("peak", 0.9)])  # as far as it counts
+def test_odd_words_lower_the_rank_and_flag_no_row(name, ahead):
     found = {name: torch.cat([draw(380, 50, "normal"), draw(20, 51) + 30]), "length":
              torch.full((400,), 50.0).double(), "fluency": draw(400, 52, "normal").exp()}
     surprising = detect.surprises(found)
     assert surprising[name][380:].tolist() == [detect.RANKING[name]] * 20
     score, flagged, reasons = detect.judge(surprising, found)
-    assert ranking.auroc(-score, torch.arange(400) >= 380) > 0.95 and name not in reasons
+    assert score[380:].min() > score[:380].quantile(ahead) and name not in reasons
     assert not flagged[380:].any()
     others = detect.judge({"fluency": surprising["fluency"]}, found)[1]
     assert torch.equal(flagged, others)  # what flags nothing takes no share of the others' level

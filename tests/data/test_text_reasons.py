@@ -216,6 +216,7 @@ def test_long_runs_of_signs_take_no_hours():
     text_reasons([("x", sign * 200_000) for sign in (
         "\n", "-", "\n- ", "a", "a ", ": ", "<p ", "<p =", "=", "&", "no ", "insert ",
         "www.", "-.", "\u00c3", "\nQ:", "www.a ", "\nQ: . ")])
+    text_reasons([("x", f"a{sign * 200_000}b") for sign in (" ", "\n", "</s>", "\nQ: ?")])
     text_reasons([(sign * 20_000, "x") for sign in ("#", "# ", "\n", "=", "- a", "write a ")])
     assert time.process_time() - started < 60
 

@@ -364,6 +364,8 @@ def test_columns_that_no_layout_reads_are_named(tokenizer, tmp_path):
     columns = "instruction=instruction,input=context,output=response"
     _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
     assert sets.left_out(report) == ", not read: 'id'"
+    many = {"unread": [f"c{n}" for n in range(12)]}
+    assert sets.left_out(many).endswith(", c8 and 3 more")
 
 
 def test_an_input_beside_pairs_or_messages_is_not_dropped(tokenizer, tmp_path):
