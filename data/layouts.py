@@ -67,10 +67,10 @@ def find_layout(columns, place, given=None):
 
 
 def unread(given, layout, columns):
-    """Names of the columns that this layout does not read; columns: of `parse_columns`."""
+    """Those of these names that this layout does not read; columns: of `parse_columns`."""
     read = {"system", "bad", "kind", *["input"] * (layout == "alpaca")} - columns.keys()
     read |= {*LAYOUTS[layout], *MEDIA, *columns.values()}
-    return sorted(f"{name!a:.40}" for name in given.keys() - read)
+    return sorted(f"{name!a:.40}" for name in given - read)
 
 
 def row_messages(row, layout, side, place):

@@ -35,7 +35,7 @@ from detect import fact
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 7  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 8  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -250,10 +250,7 @@ def _source_stamp(parts):
 
 
 def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_length, limit, seed):
-    """Read, render, tokenise and write in batches, in one pass over the source.
-
-    Without `limit` nothing is held in memory as a whole.
-    """
+    """Read, render, tokenise and write in batches: one pass; memory is flat without `limit`."""
     from datasets import Features, List, Value
     from datasets.arrow_writer import ArrowWriter
     from tqdm import tqdm
@@ -264,7 +261,7 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
               "complete": Value("bool")}
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
     report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
-              "dropped": defaultdict(list), "truncated": 0, "tokens": 0}
+              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set()}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
     bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
@@ -283,6 +280,7 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
     report["columns"] = [*schema, *(extra for extra in extras if extra in present)]
     if not report["rows_in_source"]:
         raise UserError(f"{name}: the source holds no rows")
+    report["unread"] = layouts.unread(report["unread"], report["layout"], columns)
     if not report["rows_kept"]:
         why = ", ".join(f"{len(ids)} {reason}" for reason, ids in report["dropped"].items())
         refusal = report.get("template_refusal")
@@ -322,7 +320,7 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         given, row = row, renamed(row, columns, place) if columns else row
         if report["layout"] is None:
             report["layout"] = layouts.find_layout(row, place, given)
-            report["unread"] = layouts.unread(given, report["layout"], columns)
+        report["unread"].update(given)
         source = layouts.row_messages(row, report["layout"], side, place)
         messages = layouts.clean_messages(source, end_markers)
         if reason := layouts.why_unusable(messages, given):

@@ -356,8 +356,9 @@ def test_a_pair_of_answers_to_two_questions_is_none(tokenizer, tmp_path):
 
 
 def test_columns_that_no_layout_reads_are_named(tokenizer, tmp_path):
-    row = {"instruction": "Who won?", "context": "Bob won.", "response": "Bob", "id": 3}
-    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"instruction": "Who won?", "context": "Bob won.", "response": "Bob"}
+    later = row | {"instruction": "Who lost?", "id": 3}  # not only in the first row
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(later)}\n")
     columns, cache = "prompt=instruction,response=response", tmp_path / "cache"
     _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, columns=columns, cache_dir=cache)
     assert sets.left_out(report) == ", not read: 'context', 'id'"
