@@ -172,7 +172,7 @@ def has_room(row, other, context):
 
 
 def different(rows):
-    """The rows without those whose answer another one has too."""
+    """The rows, one of each answer: the last."""
     return list({compared(row["answer"]): row for row in rows}.values())
 
 
@@ -184,9 +184,8 @@ def trial_search(model, trusted, pool, blank, context):
     """
     offered, bad = different([*pool, *trusted]), []
     for n, row in enumerate(trusted):
-        bad.append(next((other for other in (*trusted[n + 1:], *trusted[:n])
-                         if not same(other["answer"], row["answer"])
-                         and has_room(row, other, context)), row))
+        bad.append(next((other for other in (*trusted[n + 1:], *trusted[:n]) if has_room(
+            row, other, context) and not same(other["answer"], row["answer"])), row))
     margins, right, spared = [], [], []
     for row, wrong, (scores, (s_wrong, s_own)) in zip(trusted, bad, scored(
             model, trusted, [[*pair] for pair in zip(bad, trusted, strict=True)], offered, blank,
@@ -335,9 +334,8 @@ def gate(calibrate, check, present=None):
         return closed | report | {"why": f"no margin makes {PRECISION:.0%} of new answers right"}
     good, accepted = tally(margins, right, threshold, present)
     false = sum(m >= threshold for m in spared)
-    report |= {"precision": good / accepted if accepted else None,
-               "coverage": accepted / tried, "false": false / len(spared),
-               "false_bound": upper_bound(false, len(spared))}
+    report |= {"precision": good / accepted if accepted else None, "coverage": accepted / tried,
+               "false": false / len(spared), "false_bound": upper_bound(false, len(spared))}
     weight = (good + 1) / (accepted + 2)
     if weight < PRECISION - SLACK:
         return closed | report | {"why": f"{good:.3g} of {accepted:.3g} accepted answers of the "

@@ -32,6 +32,12 @@ def _float(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _log_ratio(logps, old_logps):
+    if logps.shape != old_logps.shape:
+        raise ValueError(f"log-probs now and at generation: {logps.shape} and {old_logps.shape}")
+    return (_float(logps) - _float(old_logps)).detach()
+
+
 def response_weights(logps, tau=1.0):
     """lambda_{i,g} = softmax_g(tau * log pi(y_{i,g} | x_i))               (Lemma implicit_BMO)
 
@@ -48,16 +54,16 @@ def importance_ratio(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
 
     logps, old_logps: same shape, sequence log-probs (sums, nats) now and when the answer was
     written, by the *same* function at temperature 1, so that r is exactly one after a refresh.
-    max_log_ratio: clamp of |log r|, inf for none. Returns r, same shape.
+    max_log_ratio: clamp of |log r|, inf for none. Returns r, same shape. ValueError for two shapes.
     Derivation: the prior over questions cancels, r = exp(logps - old_logps); for equal old
     log-probs r_g / sum r = pi_g / sum pi = lambda_g. It is a weight: no gradient flows through it.
     """
-    return (_float(logps) - _float(old_logps)).detach().clamp(-max_log_ratio, max_log_ratio).exp()
+    return _log_ratio(logps, old_logps).clamp(-max_log_ratio, max_log_ratio).exp()
 
 
 def clamped(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
     """Which ratios the clamp of `importance_ratio` touched -> bool, same shape (for the log)."""
-    return (_float(logps) - _float(old_logps)).detach().abs() > max_log_ratio
+    return _log_ratio(logps, old_logps).abs() > max_log_ratio
 
 
 def lse_merit(losses, tau=1.0):

@@ -42,17 +42,15 @@ def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
     longest = max(trained.index(1) for (trained,) in each_row(lower, "trained"))
     if longest + max_new_tokens > context:
-        raise UserError(
-            f"--max-new-tokens {max_new_tokens}: behind the longest prompt of {longest} tokens it "
-            f"exceeds the model's context of {context}; lower it or --max-length")
+        raise UserError(f"--max-new-tokens {max_new_tokens}: behind the longest prompt, {longest} "
+                        f"tokens, it exceeds the context of {context}; lower it or --max-length")
 
 
 def scores(model, prompts, responses, blank):
     """s(y) of every pair under the frozen base, the adapter switched off -> (n,) nats a token."""
     with model.disable_adapter():
-        given, _ = row_losses(model, [answer_row(p, y)
-                                      for p, y in zip(prompts, responses, strict=True)],
-                              label="scoring answers")
+        given, _ = row_losses(model, [answer_row(*pair) for pair in zip(
+            prompts, responses, strict=True)], label="scoring answers")
         alone, _ = row_losses(model, [answer_row(blank, y) for y in responses],
                               label="scoring answers alone")
     return alone - given
@@ -68,7 +66,7 @@ def recommend(margin, threshold, fine):
 
     margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
-    if not fine or margin <= 0:
+    if not fine or not margin > 0:  # NaN is no margin
         return "original"
     if threshold is None or margin <= threshold:
         return "undecided"
@@ -80,9 +78,8 @@ def greedy(model, prompts, sampling, label):
 
     sampling: options of `generate`, of which the temperature is not used.
     """
-    return share_list(lambda prompts: generate(
-        model, prompts, [""] * len(prompts), label=label, **sampling | {"temperature": 0.0}),
-        prompts)
+    return share_list(lambda own: generate(model, own, [""] * len(own), label=label, **sampling | {
+        "temperature": 0.0}), prompts)
 
 
 def calibrate(model, held_out, sampling, blank):
@@ -128,9 +125,8 @@ def refine(run, positions, sampling):
     for i, position in enumerate(positions):
         text = response_text(run.tokenizer, new[i], run.args.template)
         fine = well_formed(*written[i]) and bool(text)
-        refined[position] = {
-            "refined": text, "recommended": recommend(margins[i], threshold, fine),
-            "margin": margins[i], "refined_logp": -(losses[i] * lengths[i]).item()}
+        refined[position] = {"refined": text, "recommended": recommend(margins[i], threshold, fine),
+                             "margin": margins[i], "refined_logp": -(losses[i] * lengths[i]).item()}
     return refined, {"refined/threshold": threshold, "refined/false_replacement": false_rate}
 
 

@@ -230,10 +230,15 @@ def quantile(values, shares):
 def bands(lengths, of, size=BAND):
     """Bands of answer length: for every row (N,) of `lengths` the number of its band.
 
-    The bands hold equally many of the rows `of` (n,), at least `size` of them, at most four.
+    At most four; they hold about equally many of the rows `of` (n,), each at least size / 2: where
+    many rows have one length, that band is larger and there are fewer.
     """
-    count = min(4, max(1, len(of) // size))
-    edges = quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count)
+    count, kept, start = min(4, max(1, len(of) // size)), [], 0
+    for edge in quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count).tolist():
+        below = int((of < edge).sum())
+        if below - start >= size / 2 <= len(of) - below:
+            kept, start = [*kept, edge], below
+    edges = torch.tensor(kept, dtype=torch.float64)
     return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
 
 

@@ -56,9 +56,8 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
     if static_cache is None:  # compiling takes a minute: for long answers of many prompts
         static_cache = (model.device.type == "cuda" and max_new_tokens >= 64
                         and len(prompts) >= 256)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=True,
-        eos_token_id=sorted(end_ids), pad_token_id=min(end_ids))
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
+        use_cache=True, eos_token_id=sorted(end_ids), pad_token_id=min(end_ids))
     bar = tqdm(total=len(prompts), desc=label, disable=label is None or None, unit="answer",
                delay=2, leave=False)
     with bar, _own_generation_config(model, config), folded(model):
@@ -104,8 +103,7 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         uniforms = torch.stack([torch.rand(config.max_new_tokens, generator=seeded(seed))
                                 for seed in seeds]).to(model.device)
         processors.append(_SeededSampler(uniforms, width, temperature))
-    return model.generate(
-        input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
+    return model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
         generation_config=config, logits_processor=processors)[:, width:].tolist()
 
 

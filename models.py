@@ -118,9 +118,8 @@ def _read_model(name, device, dtype, four_bit):
     if gguf:
         options |= gguf | {"quantization_config": transformers.GgufConfig(dequantize=True)}
     if four_bit:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype)
+        options["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True,
+            bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
         options["device_map"] = {"": device}
     transformers.logging.set_verbosity_error()  # its load report; ours is one line
     try:
@@ -201,9 +200,8 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
                                 f"{names[0]} (one of {len(names)} tensors); give the --model that "
                                 "it was trained on, or copy it again")
     else:
-        model = peft.get_peft_model(model, peft.LoraConfig(
-            r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear",
-            task_type="CAUSAL_LM"))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha,
+            lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"))
     config = model.peft_config["default"]
     # What is trained and no LoRA matrix would be in no checkpoint; PiSSA and OLoRA change the base.
     if (config.peft_type != "LORA" or config.use_dora or config.bias != "none"

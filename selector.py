@@ -110,7 +110,8 @@ class Selector:
         """
         rows = rows.to(self.logits.device)
         losses = losses.detach().to(self.logits)
-        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype.itemsize < 4 or not (
+        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype not in (
+                torch.int32, torch.int64) or not (
                 len(rows) and int(rows.min()) >= 0 and int(rows.max()) < len(self.logits)):
             raise ValueError(f"rows {rows} and losses {losses}: an index a loss, at least one, "
                              f"from 0 to {len(self.logits) - 1}")
@@ -160,7 +161,7 @@ class Selector:
         weight_q01 ... q99 quantiles of the weights (mean one)
         spearman           rank correlation of the weights and minus the last seen loss, rows seen
         uniform            98 % of the weights lie within a factor 1.1: only the order informs
-        collapsed          the effective sample size is below 1 % of the rows, or below two
+        collapsed          the effective sample size is below two, or 1 % of the rows; never of two
         """
         weights = self.weights().double()
         probabilities = weights / len(weights)

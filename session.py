@@ -235,9 +235,8 @@ def base_tests(run):
         name: columns[name].view(run.num_rows) for name in ("losses", *columns)})
     if saved is None:
         with before_training(run, file):
-            tests, notes = ranking.row_tests(
-                run.model, lower, run.levels.upper, end_ids(run.tokenizer),
-                fact_reader(run.tokenizer), run.args.seed,
+            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper,
+                end_ids(run.tokenizer), fact_reader(run.tokenizer), run.args.seed,
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
@@ -330,7 +329,8 @@ def final_scores(run, columns, result):
     """Scores of every lower row under the final model; fills columns of the ranking and result.
 
     Returns ({"final", "base", "length", "tests", "corrected": (N,) higher is better}, {"losses",
-    "lengths", "implicit": the implicit weight (Eq. explicit_data_logit)}).
+    "lengths", "implicit": -L, the implicit weight (Eq. explicit_data_logit; ours is the mean over
+    tokens), with the correction A L_hat - L}).
     """
     losses, lengths = row_losses(run.model, run.levels.lower, label="final losses")
     see_guidance(run, losses, lengths)

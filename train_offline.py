@@ -11,7 +11,8 @@ The penalty form of the bilevel problem (Eq. BDR and algorithm offline_PBGD; PBG
 
 Deviations from the text of the paper, each with its reason:
  1. L is the mean over a row's response tokens, then over rows. Eq. SFT_def sums over tokens, the
-    paper's tables report means; with sums, long responses would own every step.
+    paper's tables report means; with sums, long responses would own every step. Of pairs, L_val,
+    the paper's "rule-based RL loss", is DPO's (upper.py).
  2. W = N softmax(omega), mean one; see selector.py. With `--omega-start tests`, beyond the paper
     and the default without a preset, rows that look bad start lower than the others.
  3. theta descends (1 - rho) L_val + rho mean W L with rho = gamma / (1 + gamma): the paper's

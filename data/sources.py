@@ -99,9 +99,8 @@ def _load_hub(source, split):
     except Exception as error:
         if reachable:
             raise UserError(f"{source}: cannot be loaded ({first_line(error)})") from None
-        raise UserError(f"{source}: no such file or folder, the hub cannot be reached, and the "
-                        "data set is not in the local cache; check the network or pass a file") \
-            from None
+        raise UserError(f"{source}: no such file or folder, the hub cannot be reached, and it is "
+                        "not in the local cache; check the network or pass a file") from None
 
 
 def read_part(part, source):

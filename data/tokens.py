@@ -256,9 +256,8 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
     from tqdm import tqdm
 
     schema = {"row_id": Value("int64"), "hash": Value("string"), "prompt_hash": Value("string"),
-              "prompt": Value("string"), "response": Value("string"),
-              "input_ids": List(Value("int32")), "trained": List(Value("int8")),
-              "complete": Value("bool")}
+              "prompt": Value("string"), "response": Value("string"), "complete": Value("bool"),
+              "input_ids": List(Value("int32")), "trained": List(Value("int8"))}
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
     report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
               "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set()}

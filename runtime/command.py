@@ -71,8 +71,7 @@ def run(main, resumes=False):
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
                 "can't allocate memory" in str(error)):  # of the CPU: a plain RuntimeError
             sys.exit(_print_error(f"out of memory ({first_line(error)}): a smaller --micro-batch "
-                                  "or --max-length, --gradient-checkpointing, or on a GPU "
-                                  "--four-bit"))
+                                  "or --max-length, --gradient-checkpointing, or --four-bit"))
         if world_size() > 1:
             _end_without_partner(error)
         raise

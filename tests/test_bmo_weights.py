@@ -130,6 +130,13 @@ def test_extreme_log_probs_neither_overflow_nor_become_nan():
     assert lse_merit(-logps).tolist() == pytest.approx([5000 - math.log(2), 1.0])
 
 
+def test_log_probs_of_two_shapes_are_refused():
+    """(G,) beside (n, G) would be stretched over all questions."""
+    for function in (importance_ratio, clamped):
+        with pytest.raises(ValueError, match="log-probs now and at generation"):
+            function(torch.zeros(3, 2), torch.zeros(2))
+
+
 # --- all of them ----------------------------------------------------------------------------------
 
 def test_the_order_of_responses_does_not_matter():

@@ -32,7 +32,7 @@ COLUMNS = ["row_id", "hash", "rank", "kept", "prompt", "response", "refined", "r
     (0.5, 0.4, True, "refined"), (0.4, 0.4, True, "undecided"), (0.1, 0.4, True, "undecided"),
     (0.0, 0.4, True, "original"), (-1.0, 0.4, True, "original"), (9.0, 0.4, False, "original"),
     (9.0, None, True, "undecided"), (-9.0, None, True, "original"), (9.0, None, False, "original"),
-    (1e-9, 0.0, True, "refined")])
+    (1e-9, 0.0, True, "refined"), (math.nan, 0.0, True, "original")])
 def test_recommendation(margin, threshold, fine, expected):
     """The original by default; the refined one when it is well formed and beyond the threshold;
     undecided in between, and wherever there is no threshold."""
@@ -90,7 +90,7 @@ def test_prompt_and_answer_rows():
 def test_check_room():
     rows = datasets.Dataset.from_list([{"trained": [0] * size + [1, 1]} for size in (5, 40, 12)])
     curate.check_room(rows, 60, 100)
-    with pytest.raises(utils.UserError, match=r"61: behind .* prompt of 40 tokens.*100;.*-length"):
+    with pytest.raises(utils.UserError, match=r"61: behind .* prompt, 40 tokens,.*100;.*-length"):
         curate.check_room(rows, 61, 100)
 
 

@@ -182,6 +182,21 @@ def test_longer_answers_are_compared_with_longer_ones():
     assert detect.bands(lengths, lengths[:50]).unique().tolist() == [0]
 
 
+def test_a_band_holds_enough_rows_where_many_are_as_long():
+    """A row alone in its band would be its own null, and never odd."""
+    for lengths, sizes in (([50] + [100] * 319, [320]), ([3] * 120 + [10] * 280, [120, 280]),
+                           ([1] * 39 + [2] * 281, [320]), ([1] * 40 + [2] * 280, [40, 280]),
+                           ([1] * 281 + [2] * 39, [320])):
+        lengths = torch.tensor(lengths).double()
+        band = detect.bands(lengths, lengths)
+        assert band.unique(return_counts=True)[1].tolist() == sizes
+    values = 1.05 + 0.1 * draw(320, 60, "normal")
+    values[0] = 9.0
+    lengths = torch.tensor([50.0] + [100.0] * 319).double()
+    found = {"fluency": values, "length": lengths}
+    assert detect.judge(detect.surprises(found), found)[1].nonzero().tolist() == [[0]]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2])
 def test_the_good_side_of_a_file_is_its_good_rows(share):
     good = draw(20_000, 4, "normal")
@@ -219,6 +234,48 @@ def test_made_faults_tell_how_much_of_a_file_is_bad(share):
     assert null.median().abs() < 0.15
     # What cannot be told apart stays in: the tail is never lighter than that of the good rows.
     assert 1.2 < torch.quantile(null, 0.9) < 2 and torch.quantile(null, 0.99) > 2.2
+
+
+def null_by_hand(values, made):
+    """`detect.without_made` in plain numbers."""
+    values, made = sorted(values.tolist()), sorted(made.tolist())
+
+    def above(sample, t):
+        return sum(v >= t for v in sample) / len(sample)
+
+    points = [torch.quantile(torch.tensor(made).double(), q / 20).item() for q in range(2, 15)]
+    pi = min([0.95] + [above(values, t) / above(made, t) for t in points])
+    rest = [min(1, max(0, (above(values, t) - pi * above(made, t)) / (1 - pi))) for t in values]
+    rest = [max(rest[n:]) for n in range(len(rest))]  # a share at or above t does not grow with t
+    count = max(50, round(len(values) * (1 - pi)))
+    return [next((v for v, share in zip(values, rest, strict=True) if share <= (k + 0.5) / count),
+                 values[-1]) for k in range(count)]
+
+
+@pytest.mark.parametrize(("good", "bad"), [(300, 0), (300, 130), (30, 10), (0, 200)])
+def test_the_null_without_made_faults_by_hand(good, bad):
+    values = torch.cat([draw(good, 6, "normal"), draw(bad, 7, "normal") + 2])
+    made = draw(150, 8, "normal") + 2
+    assert detect.without_made(values, made).tolist() == pytest.approx(null_by_hand(values, made))
+
+
+def test_what_the_text_shows_is_no_part_of_a_null_and_no_fault_is_sure_of_its_end():
+    found = file_of(400, 1, cut=80)
+    found["repetition"][300:] = 0.9
+    found["end"][300:], found["relevance"][300:] = 40.0, 3.0
+    made = {"end": draw(200, 50) + 9, "relevance": 0.7 + 0.7 * draw(200, 51, "normal")}
+    surprising, usual = detect.surprises(found, None, made), slice(0, 300)
+    for name in made:
+        values = detect.scaled(name, found)
+        null = detect.without_made(values[usual], made[name])
+        null = detect.good_side(null, "end") if name == "end" else null
+        assert torch.allclose(surprising[name], detect.surprise(values, null))
+
+
+def test_fixed_scales_by_hand():
+    values = torch.tensor([0.1, 0.15, 0.2, math.nan], dtype=torch.float64)
+    assert detect.fixed_surprise(values, 0.15, 0.05).exp().tolist() == pytest.approx(
+        [1, 1, 10 * math.e, 1])
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -372,12 +429,16 @@ def test_of_no_rows_nothing_is_known():
         "end": torch.zeros(0).double()})] == [0, 0, 0]
 
 
-def test_flags_are_those_of_benjamini_and_hochberg():
+@pytest.mark.parametrize("ranking_only", [False, True])
+def test_flags_are_those_of_benjamini_and_hochberg(ranking_only):
     surprising = {"fluency": draw(300, 20) ** 2, "repetition": draw(300, 21) * 2}
-    found = dict.fromkeys(("fluency", "repetition", "length"), torch.zeros(300))
+    if ranking_only:  # it has a share of the bad rows, and none of the level
+        surprising["slip"] = (2 * draw(300, 22)).clamp_max(6)
+    found = dict.fromkeys((*surprising, "length"), torch.zeros(300))
     _, flagged, _ = detect.judge(surprising, found, fdr=0.2)
     share, _ = causes_by_hand(torch.stack([*surprising.values()], dim=1).tolist())
-    p = [min(math.exp(-float(t)) * sum(share) / w for t, w in zip(row, share, strict=True))
+    p = [min(math.exp(-float(t)) * sum(share[:2]) / w
+             for t, w in zip(row[:2], share[:2], strict=True))
          for row in zip(*surprising.values(), strict=True)]
     passing = max(k for k in range(1, 301) if sorted(p)[k - 1] <= 0.2 * k / 300)
     assert flagged.tolist() == [value <= sorted(p)[passing - 1] for value in p]
@@ -418,10 +479,10 @@ def test_a_file_whose_rows_all_repeat_themselves(count):
 
 
 def test_the_reason_is_the_winner_if_it_wins_clearly():
-    rows = {"end": [20.0, 20, 20, 0, 9], "relevance": [0, 19.5, 0, 20, 9.5],
-            "fluency": [0, 0, 6, 0, 0]}
-    assert [detect._reason({k: v[n] for k, v in rows.items()}) for n in range(5)] == [
-        "end", "unclear", "fluency", "relevance", "unclear"]
+    rows = {"end": [20.0, 20, 20, 0, 9, 0], "relevance": [0, 19.5, 0, 20, 9.5, 20],
+            "fluency": [0, 0, 6, 0, 0, 6]}
+    assert [detect._reason({k: v[n] for k, v in rows.items()}) for n in range(6)] == [
+        "end", "unclear", "fluency", "relevance", "unclear", "fluency"]
 
 
 def test_tokens_may_be_a_tensor():

@@ -96,6 +96,11 @@ def test_probability_near_one_and_near_zero():
     assert values[0].item() == pytest.approx(-3 * math.exp(-40), rel=1e-6, abs=1e-16)
     assert values[1].item() == -2000.0
     assert gradient[1].tolist() == [0.0, -1.0, 1.0, 0.0]
+    # In float32 1 - p would have lost all but two digits of the target's entry.
+    _, gradient = fast(torch.tensor([[12.0, 0, 0, 0]]), head.float(), torch.tensor([0]),
+                       torch.ones(1))
+    rest = 3 / (math.exp(12) + 3)
+    assert gradient[0].tolist() == pytest.approx([rest, -rest / 3, -rest / 3, -rest / 3], rel=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "value_error", "gradient_error"), [

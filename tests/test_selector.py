@@ -202,7 +202,7 @@ def test_step_leaves_no_graph_and_changes_no_input():
 
 
 @pytest.mark.parametrize("rows", [
-    [0, -1], [0, 11], [0], [], [[0, 1]], [True, False],
+    [0, -1], [0, 11], [0], [], [[0, 1]], [True, False], [0.0, 1.0],
     torch.tensor([0, 1], dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.int16)])
 def test_rows_that_are_none_change_nothing(rows):
     made = start(11)
@@ -360,6 +360,17 @@ def test_diagnostics_flags():
     made.logits[17] = 30.0
     report = made.diagnostics()
     assert report["collapsed"] and report["ess"] == pytest.approx(1, abs=1e-3)
+    for rows, heavy, collapsed in ((400, 3, True), (400, 5, False), (50, 1, True), (50, 2, False),
+                                   (2, 1, False)):
+        made = Selector(rows, 1.0, dtype=torch.float64)
+        made.logits[:heavy] = 40.0  # all the weight, equally: the sample is worth `heavy` rows
+        report = made.diagnostics()
+        assert report["ess"] == pytest.approx(heavy) and report["collapsed"] == collapsed
+    made = Selector(200, 1.0)
+    made.logits[:5] = 1.0
+    assert not made.diagnostics()["uniform"]  # too many stand out; one row does not count
+    made.logits[1:5] = 0.0
+    assert made.diagnostics()["uniform"]
 
 
 def test_eq_spearman_is_pearson_of_mean_ranks():

@@ -94,9 +94,10 @@ def adam_step(objective, theta, moments, k, lr, clip):
 
 
 def by_hand(folder, adapter_folder, lower, upper, epochs, lr, omega_lr, clip, omega_optimizer,
-            omega_loss, correction=0.0, dpo_beta=None):
-    """Full-batch BDS in float64, straight from the text: Eqs. BDS, PBGD-1, PBGD-2.
+            omega_loss, batch, correction=0.0, dpo_beta=None):
+    """BDS in float64, straight from the text: Eqs. BDS, PBGD-1, PBGD-2.
 
+    Only the order of the rows is the project's own (it has tests of its own).
     With a correction A, theta_hat descends the weighted lower loss alone from the same start, and
     omega sees L_i(theta^{k+1}) - A L_i(theta_hat^{k+1}). With a beta the upper rows are pairs and
     L_val is the DPO loss, the base without an adapter its reference.
@@ -110,17 +111,17 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, lr, omega_lr, clip, om
     logits = torch.zeros(len(lower), dtype=torch.float64, requires_grad=True)
     adam = torch.optim.Adam([logits], lr=omega_lr)
 
-    def weighted(losses):  # sum_i sigma_i L_i, the paper's lower-level term
-        return (torch.softmax(logits.detach(), dim=0) * losses).sum()
+    def weighted(losses, rows, logits):  # mean of N sigma_i L_i over a batch; of all: the paper's
+        return (len(lower) * torch.softmax(logits, dim=0)[rows] * losses).mean()
 
-    def all_losses(model):
-        return torch.stack([mean_loss(model, row) for row in lower])
+    def losses_of(model, rows):
+        return torch.stack([mean_loss(model, lower[i]) for i in rows])
 
     if dpo_beta is None:
         upper = [tokenise(tokenizer, row) for row in upper]
 
-        def val_loss():
-            return sum(mean_loss(model, row) for row in upper) / len(upper)
+        def val_loss(chosen):
+            return sum(mean_loss(model, upper[i]) for i in chosen) / len(chosen)
     else:
         pairs = [[tokenise(tokenizer, {"prompt": row["prompt"], "response": row[side]})
                   for side in ("chosen", "rejected")] for row in upper]
@@ -132,26 +133,28 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, lr, omega_lr, clip, om
         with torch.no_grad(), model.disable_adapter():
             reference = [log_ratio(pair) for pair in pairs]
 
-        def val_loss():
-            return sum(torch.log(1 + torch.exp(-dpo_beta * (log_ratio(pair) - ref)))
-                       for pair, ref in zip(pairs, reference, strict=True)) / len(pairs)
+        def val_loss(chosen):
+            return sum(torch.log(1 + torch.exp(-dpo_beta * (log_ratio(pairs[i]) - reference[i])))
+                       for i in chosen) / len(chosen)
 
-    record = []
-    for k in range(epochs):
-        rho = 0.1 + 0.1 * k
+    record, per_epoch = [], math.ceil(len(lower) / batch)
+    for k in range(epochs * per_epoch):
+        rows = batches.epoch_batch(len(lower), batch, 0, *divmod(k, per_epoch)).tolist()
+        rho = 0.1 + 0.1 * (k // per_epoch)
         gamma = rho / (1 - rho)
         # theta: (1 - rho) L_val + rho mean N sigma_i L_i
-        val, losses = val_loss(), all_losses(model)
-        low = weighted(losses)
+        val = val_loss(batches.cycle(len(upper), k * batch, batch, 0).tolist())
+        losses = losses_of(model, rows)
+        low = weighted(losses, rows, logits.detach())
         objective = (1 - rho) * val + rho * low
-        hat_objective = weighted(all_losses(hat))
+        hat_objective = weighted(losses_of(hat, rows), rows, logits.detach())
         norm = adam_step(objective, theta, moments, k, lr, clip)
         adam_step(hat_objective, hat_theta, hat_moments, k, lr, clip)
         # omega: gamma mean N sigma_i C_i, with C at theta^{k+1} or theta^k
         with torch.no_grad():
-            C = all_losses(model) if omega_loss == "next" else losses.detach()
-            C = C - correction * all_losses(hat)
-        penalised = gamma * (len(lower) * torch.softmax(logits, dim=0) * C).mean()
+            C = losses_of(model, rows) if omega_loss == "next" else losses.detach()
+            C = C - correction * losses_of(hat, rows)
+        penalised = gamma * weighted(C, rows, logits)
         (logits.grad,) = torch.autograd.grad(penalised, logits)
         if omega_optimizer == "adam":
             adam.step()
@@ -171,11 +174,13 @@ def by_hand(folder, adapter_folder, lower, upper, epochs, lr, omega_lr, clip, om
     ("llama", {"omega_optimizer": "sgd", "omega_loss": "next", "micro_batch": 4,
                "correction": 0.6}),
     ("llama", {"omega_optimizer": "sgd", "omega_loss": "next", "micro_batch": 3, "dpo_beta": 0.3}),
-], ids=["sgd", "adam, current", "adam, NeoX", "corrected", "DPO"])
+    ("llama", {"omega_optimizer": "adam", "omega_loss": "next", "micro_batch": 2, "batch": 3,
+               "correction": 0.6}),
+], ids=["sgd", "adam, current", "adam, NeoX", "corrected", "DPO", "batches of 3, 3 and 1"])
 def test_eq_bds_run_in_float64(train, files, folders, adapters, tmp_path, model, options):
     """Eqs. BDS, offline PBGD, PBGD-1 and PBGD-2, deviations 3 and 7, and the DPO loss above: three
-    full-batch steps of theta and omega, rho 0.1, 0.2, 0.3, clipping active, from an adapter with A
-    and B random."""
+    epochs, all but the last case of one full batch, rho 0.1, 0.2, 0.3, clipping active, from an
+    adapter with A and B random."""
     paths = files(lower=7, upper=7)
     if dpo := "dpo_beta" in options:
         for name, seed in (("upper", 2), ("heldout", 3)):
@@ -183,18 +188,19 @@ def test_eq_bds_run_in_float64(train, files, folders, adapters, tmp_path, model,
             write_rows(paths[name], [
                 {"prompt": row["prompt"], "chosen": row["response"], "rejected": no["response"]}
                 for row, no in zip(make_rows(7, seed), other, strict=True)])
-    options = dict(options)
+    options = {"batch": 7} | options
     micro_batch = options.pop("micro_batch")
     options |= {"lr": 3e-3, "omega_lr": {"sgd": 2.0, "adam": 0.3}[options["omega_optimizer"]],
                 "clip": 0.5 if dpo else 0.7}
-    run = train(paths, model, adapter=adapters[model], dtype="float64", batch=7, epochs=3,
+    run = train(paths, model, adapter=adapters[model], dtype="float64", epochs=3,
                 micro_batch=micro_batch, template=tokens.TEMPLATE,
                 upper_loss="dpo" if dpo else "sft", **options)
     record, theta = by_hand(folders[model], adapters[model], read_rows(paths["lower"]),
                             read_rows(paths["upper"]), epochs=3, **options)
-    assert len(run.metrics) == 3
+    per_epoch = math.ceil(7 / options["batch"])
+    for epoch, expected in enumerate(record[per_epoch - 1::per_epoch], start=1):
+        torch.testing.assert_close(omega(run, epoch), expected["omega"], rtol=1e-6, atol=1e-7)
     for k, (found, expected) in enumerate(zip(run.metrics, record, strict=True)):
-        torch.testing.assert_close(omega(run, k + 1), expected["omega"], rtol=1e-6, atol=1e-7)
         for key in ("rho", "upper_loss", "lower_loss", "loss", "grad_norm"):
             assert found[key] == pytest.approx(expected[key], rel=1e-6), (k, key)
     assert record[0]["grad_norm"] > options["clip"]  # the clip had something to do

@@ -600,7 +600,7 @@ def test_chat_answers_end_with_the_turn_or_with_eos(folders, files, tmp_path):
 
 
 def test_preference_pairs_as_the_upper_level(online, files, tmp_path):
-    """--upper-loss dpo: log 2 at the start, the tokens of both sides counted."""
+    """--upper-loss dpo: log 2 at the start, the tokens of both sides counted; then each beta's."""
     paths = files(lower=8, upper=0, heldout=0)
     for name, seed in (("upper", 2), ("heldout", 3)):
         pairs = [{"prompt": a["prompt"], "chosen": a["response"], "rejected": b["response"]}
@@ -609,6 +609,11 @@ def test_preference_pairs_as_the_upper_level(online, files, tmp_path):
     run = online(paths, upper_loss="dpo", batch=4, micro_batch=3, epochs=2, lr=5e-3)
     assert run.metrics[0]["upper_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert run.metrics[-1]["upper_loss"] < math.log(2) and len(run.curated) == 8
+    losses = []
+    for beta in (0.01, 1e4):  # one step, the same pairs: the loss is log 2, its gradient is beta's
+        one = online(paths, upper_loss="dpo", batch=4, epochs=1, dpo_beta=beta, out=f"beta{beta}")
+        losses.append([step["grad_norm"] for step in one.metrics][:1])
+    assert losses[1][0] > 100 * losses[0][0]
 
 
 # --- the value-function correction ----------------------------------------------------------------
@@ -697,8 +702,8 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, online, tmp_path,
     ({"max_log_ratio": "nan"}, r"--max-log-ratio"),
     ({"turns": "all"}, r"--turns all: an online run"),
     ({"skip_scores": True}, r"--skip-scores: only they rank .*; leave it out"),
-    ({"max_new_tokens": 120}, r"--max-new-tokens 120: behind the longest prompt of \d+ tokens it "
-                              r"exceeds the model's context of 128"),
+    ({"max_new_tokens": 120}, r"--max-new-tokens 120: behind the longest prompt, \d+ tokens, it "
+                              r"exceeds the context of 128"),
     ({"max_new_tokens": 120, "refine": "drop"}, r"--max-new-tokens 120: behind the longest"),
     ({"rho_start": 0.9, "epochs": 3}, r"--epochs 3: rho must lie inside \(0, 1\)"),
 ], ids=lambda value: None if isinstance(value, str) else " ".join(

@@ -210,8 +210,7 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
 
     kinds = (["contrary"] * num_contrary + ["plain"] * (num_bad - num_contrary)
              + ["clean"] * (num_lower - num_bad))
-    rows = {"upper": draw(upper_families, ["clean"] * num_upper),
-            "lower": draw(CONTESTED, kinds),
+    rows = {"upper": draw(upper_families, ["clean"] * num_upper), "lower": draw(CONTESTED, kinds),
             "heldout": draw(upper_families, ["clean"] * num_heldout),
             "lower_heldout": draw(CONTESTED, ["clean"] * num_heldout)}
     if upper == "pairs":

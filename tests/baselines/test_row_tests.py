@@ -115,6 +115,18 @@ def test_made_faults_are_what_they_say(folders, tmp_path):
         assert float(made["relevance"][n]) == pytest.approx(
             float(detect.scaled("relevance", one)[0]), abs=1e-4)
 
+    generator = torch.Generator().manual_seed(0)
+    assert order == torch.randperm(12, generator=generator).tolist()
+    for n, share in enumerate((0.25 + 0.5 * torch.rand(12, generator=generator)).tolist()):
+        ids, start = rows[n]["input_ids"], rows[n]["trained"].index(1)  # the end is one token
+        ids = ids[:start + int(share * (len(ids) - 1 - start))] + ids[-1:]
+        one = ranking.row_evidence(model, [{"input_ids": ids, "trained": [0] * start + [1] * (
+            len(ids) - start)}], ends, int, blank)
+        assert float(made["end"][n]) == pytest.approx(float(one["end"][0]), abs=1e-4)
+    endless = lower.map(lambda row: {  # cut by a length limit: what their end would be is unknown
+        "input_ids": row["input_ids"][:-1], "trained": row["trained"][:-1]})
+    assert "end" not in ranking.made_faults(partial(row_losses, model), endless, ends, found)
+
     # Where the model reads no longer rows, only those that fit are exchanged.
     sizes = [row["trained"].index(1) + sum(rows[n - 1]["trained"]) - 1
              for n, row in enumerate(rows)]  # their end is left out

@@ -28,6 +28,12 @@ def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
     asked = [(f"{passage}\nWhich word is number {n} of the passage?", f"word{n}") for n in range(6)]
     assert text_reasons(asked) == [None] * 6
     assert text_reasons([*asked, asked[4]])[6] == "duplicate"
+    told = [[f"{letter}{n}" for n in range(14)] for letter in "ab"]  # long answers to one passage
+    passage = " ".join(f"word{n}" for n in range(900))
+    assert text_reasons([(f"{passage}\nWhat of {words[0]}?", " ".join(words))
+                         for words in told]) == [None] * 2
+    assert text_reasons([(f"{letter} {passage}\nSum it up.", " ".join(told[0]))
+                         for letter in "ab"]) == [None, "duplicate"]
 
 
 def test_a_long_instruction_before_each_question_makes_no_duplicates():
@@ -62,6 +68,7 @@ def test_answers_that_agree_are_no_conflict():
     assert told("Paris", "The capital city is Paris.", "paris, the capital") == [None] * 3
     assert told("Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
     assert told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
+    assert told("It is Paris", "It is not Paris") == ["conflict"] * 2  # no word of the first's own
 
 
 def test_nearly_the_same_long_answers_are_duplicates():

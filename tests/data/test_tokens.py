@@ -1,5 +1,6 @@
 """data/: every layout, every trap about rows and borders, every malformed input, the cache."""
 
+import collections
 import json
 import shutil
 import time
@@ -460,6 +461,13 @@ def test_limit_is_a_seeded_subset(load):
     assert len(load(rows, limit=500)[0]) == 50
     with pytest.raises(UserError, match="limit 0"):
         load(rows, limit=0)
+
+
+def test_a_limit_takes_every_row_as_often():
+    rows = [("place", {})] * 4
+    counts = collections.Counter(row_id for seed in range(2000) for row_id, *_ in tokens._sample(
+        iter(rows), 2, seed, {"rows_in_source": 0}))
+    assert all(abs(counts[row_id] - 1000) < 100 for row_id in range(4))  # 4.5 standard errors
 
 
 def test_bad_and_kind_pass_through(load, tmp_path):
