@@ -180,6 +180,5 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
         write_jsonl(run.out / "curated.jsonl", map(entry, ranks.argsort().tolist()))
     choices = [answer["recommended"] for answer in refined.values()
                if answer["refined"] is not None]
-    return {"refined/answers": len(choices),
-            **{f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")},
-            **metrics}
+    return metrics | {"refined/answers": len(choices)} | {
+        f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")}

@@ -128,26 +128,22 @@ def slip(given, places, span=SPAN):
     return float(spans[list(places)].max()) if len(places) else math.nan
 
 
-def _listed(tokens):  # the elements of a tensor are all different keys
-    return tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
-
-
 def _grams(tokens, size):
+    tokens = torch.as_tensor(tokens).tolist()  # the elements of a tensor are all different keys
     return [tuple(tokens[i:i + size]) for i in range(len(tokens) - size + 1)]
 
 
 def repetition(answer, size=4):
     """Share of the answer's n-grams that occurred before in it, 0 to 1."""
-    grams = _grams(_listed(answer), size)
+    grams = _grams(answer, size)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def copied(answer, prompt, size=3):
     """(share of the answer's n-grams that stand in the prompt, share of its tokens that do not)."""
-    answer, prompt = _listed(answer), _listed(prompt)
-    known, words, grams = set(_grams(prompt, size)), set(prompt), _grams(answer, size)
+    known, words, grams = set(_grams(prompt, size)), set(_grams(prompt, 1)), _grams(answer, size)
     return (sum(gram in known for gram in grams) / len(grams) if grams else 0.0,
-            sum(token not in words for token in answer) / max(1, len(answer)))
+            sum(token not in words for token in _grams(answer, 1)) / max(1, len(answer)))
 
 
 # --- one value a row ------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def find_adapter(name):
     if not _is_path(name):
         hub_answers("model_info", name, "adapter")
     elif not os.path.exists(os.path.join(name, "adapter_config.json")):
-        raise UserError(f"{name}: not a LoRA adapter for this model (no adapter_config.json)")
+        raise UserError(f"{name}: no LoRA adapter (no adapter_config.json); a run's is in adapter/")
 
 
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
@@ -391,6 +391,8 @@ def save_pretrained(model, folder, tokenizer=None, **options):
         model.save_pretrained(partial, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        for file in partial.glob("*.safetensors"):  # written for their owner alone
+            file.chmod(next(partial.glob("*.json")).stat().st_mode)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     except BaseException as error:

@@ -117,12 +117,10 @@ def parse(parser, argv, presets=PRESETS):
     refine = getattr(args, "refine", None)
     none_written = refine in ("drop", "original")
     unread = [name for names, is_unread in (
-        (OF_BDS, args.method in ("mix", "sft")),
-        (("lora_rank", "lora_alpha"), args.adapter),
-        (("dpo_beta",), args.upper_loss != "dpo"),
+        (OF_BDS, args.method in ("mix", "sft")), (("lora_rank", "lora_alpha"), args.adapter),
         (("ratio", "max_log_ratio"), refine not in (None, "generate")),
         (("max_log_ratio",), refine == "generate" and args.ratio == "lambda"),
-        (("num_answers", "temperature"), none_written),
+        (("num_answers", "temperature"), none_written), (("dpo_beta",), args.upper_loss != "dpo"),
         (("k_gen",), none_written and args.mask != "dynamic"),
         (("epochs",), getattr(args, "token_budget", None)),
         (("upper_limit", "upper_columns"), not (args.upper or args.toy))) if is_unread

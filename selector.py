@@ -172,11 +172,9 @@ class Selector:
         seen = ~torch.isnan(self.last_losses)
         return {
             "entropy": float(-torch.special.xlogy(probabilities, probabilities).sum()),
-            "ess": ess,
-            "ess_share": ess / len(weights),
+            "ess": ess, "ess_share": ess / len(weights),
             **{f"weight_q{round(100 * q):02d}": value for q, value in quantile.items()},
-            "weight_min": float(ordered[0]),
-            "weight_max": float(ordered[-1]),
+            "weight_min": float(ordered[0]), "weight_max": float(ordered[-1]),
             "spearman": spearman(self.logits[seen], -self.last_losses[seen]),
             "uniform": quantile[0.99] < 1.1 * quantile[0.01],
             "collapsed": ess < max(2.0, 0.01 * len(weights)) and len(weights) > 2,

@@ -58,9 +58,9 @@ def plan(args):
         levels.lower = levels.lower.select([n for n, one in enumerate(kept) if one])
     run = SimpleNamespace(
         args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
-        all_lower=all_lower, lower=batches.tokens_only(levels.lower),
-        upper=levels.upper and batches.tokens_only(levels.upper), num_rows=len(levels.lower),
-        context=models.context_length(config))
+        all_lower=all_lower, lower=batches.tokens_only(levels.lower), num_rows=len(levels.lower),
+        context=models.context_length(config),
+        upper=levels.upper and batches.tokens_only(levels.upper))
     print("trained tokens in brackets: " + show_example(run.lower[0], tokenizer))
     run.steps_per_epoch = math.ceil(run.num_rows / args.batch)
     run.total_steps = run.steps_per_epoch * args.epochs
@@ -262,8 +262,7 @@ def remembered(run, model, rows, ends, facts, blank, label):
     decides = {"environment": folder.environment(run.device, model.dtype), "model": run.weights,
                "rows": sets.rows_hash(rows), "sizes": json.dumps(sizes, default=str),
                "ends": sorted(ends), "blank": blank, "words": run.tokenizer.get_vocab(),
-               "kernel": logprobs.KERNEL,
-               "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
+               "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
                "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
                         for module in (ranking, ranking.detect, batches, logprobs, models)]}
     return cached_columns(run.args.cache_dir, decides, ranking.EVIDENCE, len(rows), lambda: (

@@ -367,7 +367,7 @@ def main(argv=None):
         number, since = divmod(run.step - args.first_refresh, args.k_gen)
         if since == 0 and number >= 0:
             mask, buffer, refreshed = refresh(run, mask, number, sampling)
-            num_answers += refreshed.get("answers", 0)
+            num_answers += refreshed.get("answers", 0) - refreshed.get("accepted/prefix", 0)
             metrics |= refreshed
 
         # --- sample: line 4 -----------------------------------------------------------------------

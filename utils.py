@@ -22,19 +22,6 @@ class UserError(Exception):
     """
 
 
-def make_parent(out):
-    """Make the folder of a file that will be written; `UserError` before the work, not after."""
-    try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out}: its folder cannot be made ({error.strerror}); choose another "
-                        "path") from None
-    if Path(out).is_dir():
-        raise UserError(f"{out}: is a folder; name a file")
-    if Path(out).is_symlink() or (Path(out).exists() and not Path(out).is_file()):
-        raise UserError(f"{out}: is not a regular file, but a link or a device; name a new file")
-
-
 def write_atomic(path, content):
     """Write str or bytes to `path` so that readers see the old file or the whole new one."""
     write_parts(path, [content.encode() if isinstance(content, str) else content])

@@ -3,6 +3,7 @@
 A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}, and "lost" when it
 holds something that is not text: "tool_call" or "image_or_other_part". Such a row is dropped: an
 answer about an image it never sees, or behind a call it never makes, teaches a model to invent.
+"weight": 0 marks an answer that is read and not trained on, as in OpenAI's format.
 """
 
 import json
@@ -29,6 +30,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "human": "us
          "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool"}
 VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
 CALLS = ("tool_calls", "function_call", "tool_call", "tool_use")  # keys, roles and types of parts
+KEYS = {"role", "from", "content", "value", "weight", *CALLS}  # of a message, that are read
 
 
 def parse_columns(columns):
@@ -61,7 +63,7 @@ def find_layout(columns, place, given=None):
             return layout
     known = "; ".join(f"{layout} ({', '.join(needed)})" for layout, needed in LAYOUTS.items())
     raise UserError(f"{place}: unknown layout with the columns "
-                    f"{', '.join(map(str, given or columns))}. Known: {known}. Name every column "
+                    f"{', '.join(map(repr, given or columns))}. Known: {known}. Name every column "
                     "that is needed with --lower-columns or --upper-columns, for example "
                     "--lower-columns prompt=question,response=answer")
 
@@ -71,6 +73,13 @@ def unread(given, layout, columns):
     read = {"system", "bad", "kind", *["input"] * (layout == "alpaca")} - columns.keys()
     read |= {*LAYOUTS[layout], *MEDIA, *columns.values()}
     return sorted(f"{name!a:.40}" for name in given - read)
+
+
+def unread_keys(row, layout):
+    """Keys that hold something in a row's messages and are not read, such as reasoning."""
+    return {f"{key} of messages" for column in LAYOUTS[layout] if isinstance(row.get(column), list)
+            for message in row[column] if isinstance(message, dict)
+            for key in message.keys() - KEYS if message[key] not in (None, "", [])}
 
 
 def row_messages(row, layout, side, place):
@@ -161,6 +170,8 @@ def _messages(value, place):
             content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
                               for part in content)
         messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
+        if message.get("weight") == 0:
+            messages[-1]["weight"] = 0
         if role in CALLS or not kinds.isdisjoint(CALLS) or any(message.get(key) for key in CALLS):
             messages[-1]["lost"] = "tool_call"
         elif not kinds <= {"text", "input_text", "output_text"}:
@@ -178,7 +189,7 @@ def _dialogue(text, place):
 
 
 def clean_messages(messages, end_markers):
-    """Messages up to the last assistant turn, roles alternating, end markers cut; or [].
+    """Messages up to the last answer to train on, roles alternating, end markers cut; or [].
 
     Many chat sets start in the middle (an assistant turn first) or end on a question; neither is
     something to train on, and chat templates refuse them. Repeated roles are joined.
@@ -196,7 +207,7 @@ def clean_messages(messages, end_markers):
             cleaned[-1] |= message | {"content": cleaned[-1]["content"] + "\n" + content}
         else:
             cleaned.append(message | {"content": content})
-    while cleaned and cleaned[-1]["role"] != "assistant":
+    while cleaned and (cleaned[-1]["role"] != "assistant" or "weight" in cleaned[-1]):
         cleaned.pop()
     return cleaned
 

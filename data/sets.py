@@ -162,10 +162,13 @@ def prompt_overlap(a, b):
 def left_out(report):
     """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
-    return (f", dropped {dropped}" if dropped else "") + (
-        f", {report['truncated']} responses cut" if report.get("truncated") else "") + (
-        f", not read: {', '.join(report['unread'][:9])}" if report.get("unread") else "") + (
-        f" and {len(report['unread']) - 9} more" if len(report.get("unread", ())) > 9 else "")
+    told = [f"dropped {dropped}"] * bool(dropped) + [
+        f"{report[key]} {what}" for key, what in (("truncated", "responses cut"), (
+            "unlabelled", "without a label count as good")) if report.get(key)]
+    if unread := report.get("unread"):
+        more = f" and {len(unread) - 9} more" * (len(unread) > 9)
+        told.append("not read: " + ", ".join(unread[:9]) + more)
+    return "".join(f", {part}" for part in told)
 
 
 def sequence_lengths(rows):

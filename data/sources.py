@@ -198,7 +198,9 @@ def _read_csv(path):
                 if None in row or None in row.values():
                     raise UserError(f"{place}: not as many cells as the header has columns")
                 yield place, row
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:  # read ahead of the lines
+            raise UserError(f"{path}: not UTF-8 ({error}); save it as UTF-8") from None
+        except csv.Error as error:
             raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from None
 
 

@@ -45,8 +45,8 @@ OPEN = re.compile(r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|ge
                   r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
                   re.I)
 # Words of such a question, anywhere in it.
-OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|your favou?rite|"
-                    r"should (i|we))\b", re.I)
+OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
+                    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b", re.I)
 # Questions that ask for several turns, or for how turns are written.
 ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
                    r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
@@ -56,7 +56,8 @@ ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|i
                    r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
                    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
                    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
-WRITTEN = re.compile(r"format|template|prompt|token|few-shot", re.I)
+WRITTEN = re.compile(r"format|template|prompt|token|few.?shot|document|endpoint|\bapi\b|issue|"
+                     r"readme|chat ?ml|special|guide|support|\breply\b|socrat", re.I)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
 HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
@@ -69,14 +70,18 @@ EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no
                    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
                    r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
                    r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
-# A link alone, or a printer's filler; and questions that may ask for one.
+# A link alone, or a printer's filler; and questions that may ask for one, a sign alone, or "N/A".
 LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
                   r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*", re.I | re.S)
 PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
                    r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
                    r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
-                   r"ipsum|filler|downloads?|install|engines?)\b", re.I)
-SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation)\b", re.I)
+                   r"ipsum|filler|downloads?|install|engines?|git\w*|wikipedia|share|tutorials?|"
+                   r"(give|send|show|direct|point) (me|us) (to|the))\b", re.I)
+SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
+                   r"separat\w+|divid\w+|chat)\b", re.I)
+NONE = re.compile(r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
+                  r"abbreviat\w+|acronym|comments?)\b", re.I)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
 TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"
@@ -95,9 +100,10 @@ MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|
 MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
                     r"site|link|program|function|url|element|template|highlight|bold|font|"
                     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
-                    r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress)|"
-                    r"<|&#?\w+;", re.I)
+                    r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
+                    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;", re.I)
 CODE = re.compile(r"`[^`\n]{1,200}`")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -163,7 +169,7 @@ def debris(prompt, answer):
     """
     answer, body = answer.strip(), END.sub("", answer).strip()
     empty = not body or (LINK.fullmatch(body) and not PLACE.search(prompt)) or (
-        EMPTY.fullmatch(body) and (WORD.search(body) or not SIGNS.search(prompt)))
+        EMPTY.fullmatch(body) and not (NONE if WORD.search(body) else SIGNS).search(prompt))
     if not answer or (empty and answer.casefold() not in prompt.casefold()):
         return "placeholder"
     stray = (MARKUP.search(CODE.sub("", answer)) and not MARKED.search(prompt)
@@ -201,7 +207,8 @@ def text_reasons(rows):
         plainly = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
         last, prompt, answer = (plain_words(text) for text in (
             prompt.strip().rpartition("\n")[2], prompt, answer))
-        words, key = WORD.findall(answer), zlib.crc32(answer.encode("utf-8", "replace"))
+        digits = " ".join(str(NUMBERS.index(w)) if w in NUMBERS else w for w in answer.split(" "))
+        words, key = WORD.findall(digits), zlib.crc32(digits.encode("utf-8", "replace"))
         asked = zlib.crc32(prompt.encode("utf-8", "replace")) << 32 | len(prompt)
         told = answers.setdefault(asked, {})
         same = key in told

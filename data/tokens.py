@@ -72,7 +72,7 @@ def plain_segments(messages, template, turns):
         text += ("\n" if segments or text else "") + before + "\n".join(question) + between
         answer, question = message["content"] + after, []
         last = number == len(messages) - 1
-        if last or (turns == "all" and message["content"].strip()):
+        if last or (turns == "all" and message.get("weight", message["content"].strip())):
             head = text.rstrip()
             answer = text[len(head):] + (answer.rstrip() if after else answer)
             segments += [(head, 0), (answer, 1)]
@@ -95,7 +95,7 @@ def chat_segments(messages, tokenizer, turns, place):
     for number, message in enumerate(messages):
         last = number == len(messages) - 1
         if message["role"] != "assistant" or not (
-                last or (turns == "all" and message["content"].strip())):
+                last or (turns == "all" and message.get("weight", message["content"].strip()))):
             continue
         head = render(number, prompt=True)
         answer = full if last else render(number + 1)
@@ -260,7 +260,8 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
               "input_ids": List(Value("int32")), "trained": List(Value("int8"))}
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
     report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
-              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set()}
+              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set(),
+              "unlabelled": 0}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
     bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
@@ -276,6 +277,7 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
                 present.add("messages")
         if report["rows_kept"]:
             writer.finalize()
+    report["unlabelled"] *= "bad" in present
     report["columns"] = [*schema, *(extra for extra in extras if extra in present)]
     if not report["rows_in_source"]:
         raise UserError(f"{name}: the source holds no rows")
@@ -319,7 +321,8 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         given, row = row, renamed(row, columns, place) if columns else row
         if report["layout"] is None:
             report["layout"] = layouts.find_layout(row, place, given)
-        report["unread"].update(given)
+        report["unread"].update(given, layouts.unread_keys(row, report["layout"]))
+        report["unlabelled"] += row.get("bad") in (None, "")
         source = layouts.row_messages(row, report["layout"], side, place)
         messages = layouts.clean_messages(source, end_markers)
         if reason := layouts.why_unusable(messages, given):

@@ -72,6 +72,8 @@ def texts_of(rows, source, path, columns=None):
     """
     wanted, found = {row["row_id"]: row["hash"] for row in rows}, {}
     if source is None:
+        texts = path.with_name("curated.jsonl")  # an online run's, beside its weights.jsonl
+        path = texts if path.name == "weights.jsonl" and texts.exists() else path
         for place, row in each_line(path):
             if row["row_id"] in wanted:
                 if not all(type(row.get(key)) is str for key in ("prompt", "response")):

@@ -16,8 +16,8 @@ def rerank(rows, source, by):
     """The rows with ranks by a loss under the final model: "final", or "corrected" L - A L_hat."""
     needed = ("final_loss",) if by == "final" else ("final_loss", "attainable_loss")
     if missing := [name for name in needed if rows[0].get(name) is None]:
-        raise UserError(f"--by {by}: {source} has no {missing[0]}; rank by the weight, or run "
-                        "again without --skip-scores" + (
+        raise UserError(f"--by {by}: {source} has no {missing[0]}; rank by the weight, or take the "
+                        "ranking of a run without --skip-scores" + (
                             "" if by == "final" else " and with --correction"))
     share = 0.0 if by == "final" else getattr(Run(source.parent).args, "correction", None)
     if share is None:

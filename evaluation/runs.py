@@ -33,7 +33,8 @@ def is_talk(value):
     """Whether a JSON value is a list of messages {"role": text, "content": text}."""
     return type(value) is list and all(
         type(message) is dict and {"role", "content"} <= message.keys()
-        and all(type(text) is str for text in message.values()) for message in value)
+        and all(type(own) is str or key == "weight" for key, own in message.items())
+        for message in value)
 
 
 KINDS = {
@@ -337,13 +338,26 @@ def ranking_of(source):
                  if (source / f"{n}.jsonl").exists()), source / "weights.jsonl")
 
 
+def make_parent(out):
+    """Make the folder of a file that will be written; `UserError` before the work, not after."""
+    try:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out}: its folder cannot be made ({error.strerror}); choose another "
+                        "path") from None
+    if Path(out).is_dir():
+        raise UserError(f"{out}: is a folder; name a file")
+    if Path(out).is_symlink() or (Path(out).exists() and not Path(out).is_file()):
+        raise UserError(f"{out}: is not a regular file, but a link or a device; name a new file")
+
+
 def check_output(path, *inputs):
     """Make the folder of `path`; `UserError` unless a file can be written there that is no input.
 
     inputs: files, and run folders, whose own files count. A file that others read as a run's must
     not be made either, so names decide, whether they exist or not.
     """
-    utils.make_parent(path)
+    make_parent(path)
     path = Path(path)
     target = path.resolve()
     for source in map(Path, inputs):

@@ -34,6 +34,7 @@ import utils
 from baselines import scores
 from benchmarks.floor import token_rates
 from data import sets
+from evaluation.runs import make_parent
 from paper.plans import OFF, budget_of, chosen, execute, setting, training_words, words_of
 from paper.recipes import build_missing
 from paper.results import UPPER, store
@@ -134,7 +135,7 @@ def write_kept(names, tests, share, seed, folder):
             count = sum(row["reason"] is None for row in rows)
         elif name == "good rows":
             count = sum(not row["bad"] for row in rows)
-        utils.make_parent(file)
+        make_parent(file)
         utils.write_jsonl(file, [
             {"row_id": row["row_id"], "hash": row["hash"], "rank": rank, "kept": rank <= count}
             for row, rank in zip(rows, ranks, strict=True)])

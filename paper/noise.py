@@ -42,6 +42,7 @@ from batches import each_row, row_losses
 from data import sets
 from data.text_reasons import text_reasons
 from data.tokens import end_ids, fact_reader, load_rows
+from evaluation.runs import make_parent
 from paper import faults
 from paper.figures import panels_figure
 from paper.plans import chosen, words_of
@@ -89,7 +90,7 @@ def saved_rows(folder, name, rows, scorer):
     """
     source = folder / f"{name}.jsonl"
     if not source.exists():
-        utils.make_parent(source)
+        make_parent(source)
         utils.write_jsonl(source, rows)
     elif utils.read_jsonl(source) != rows:
         raise UserError(f"{source}: made of other rows than those of now; choose another --name")
@@ -329,7 +330,7 @@ def check_maker(file, command):
 
 def write_maker(file, command):
     """What `check_maker` reads."""
-    utils.make_parent(file)
+    make_parent(file)
     utils.write_atomic(file, json.dumps({"command": command}) + "\n")
 
 

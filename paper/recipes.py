@@ -21,9 +21,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.sources import read_part
+from evaluation.runs import make_parent
 from options import RECIPES as FOLDER
 from runtime import command
-from utils import UserError, first_line, make_parent, write_parts
+from utils import UserError, first_line, write_parts
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
 

@@ -22,8 +22,12 @@ def cached_columns(cache_dir, decides, names, num_rows, compute):
     columns = on_first(lambda: _read(file, names, num_rows))
     if columns is None:
         columns = compute()
-        if rank() == 0:
-            _write(file, columns)
+        try:
+            if rank() == 0:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(file, save({name: own.contiguous() for name, own in columns.items()}))
+        except OSError as error:
+            print(f"warning: {file}: {error.strerror}; the next run computes it again")
     return columns
 
 
@@ -33,11 +37,3 @@ def _read(file, names, num_rows):
         return {name: columns[name].view(num_rows) for name in names}
     except Exception:  # missing, cut, of other rows: safetensors raises a dozen classes
         return None
-
-
-def _write(file, columns):
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, save({name: values.contiguous() for name, values in columns.items()}))
-    except OSError as error:
-        print(f"warning: {file}: {error.strerror}; the next run computes it again")

@@ -42,6 +42,8 @@ def run(main, resumes=False):
     if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler of their own
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        home = os.path.expanduser("~")  # a shell leaves it alone between quotes and behind a =
+        sys.argv[1:] = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\g<1>{home}", w) for w in sys.argv[1:]]
         for flag, word in itertools.pairwise(sys.argv):
             if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
                 raise UserError(f"{word.strip() or flag}: its value is empty, as a shell variable "
@@ -63,8 +65,9 @@ def run(main, resumes=False):
         if advice is None:  # such as a file of ours that is missing: not the user's doing
             sys.stderr = sys.__stderr__
             raise
-        sys.exit(_print_error(f"{error.filename or 'a file'}: {error.strerror}; {advice}, then run "
-                              "the same command again"))
+        name = error.filename or "a file of --out, --cache-dir or the temporary folder"
+        sys.exit(_print_error(f"{name}: {error.strerror}; {advice}, then run the same command again"
+                              + " with --resume" * resumes))
     except (Exception, ProcessLost) as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # of Python 3.11, in __set_name__
             _interrupted(error.__cause__, resumes)

@@ -76,7 +76,7 @@ def selector_report(selector, out, epoch):
     folder.write_once(out / "weights" / f"epoch_{epoch}.safetensors",
                       save({"omega": selector.logits.cpu().contiguous()}))
     report = selector.diagnostics()
-    if report["uniform"]:
+    if report["uniform"] and len(selector.logits) > 1:
         tqdm.write(f"epoch {epoch}: the weights are still nearly uniform (1 % to 99 % quantile "
                    f"{report['weight_q01']:.3f} to {report['weight_q99']:.3f}); only their order "
                    "informs; a larger --omega-lr spreads them")

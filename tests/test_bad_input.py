@@ -31,6 +31,7 @@ import models
 import options
 import train_offline
 import utils
+from evaluation.runs import make_parent
 from runtime import command, processes
 
 
@@ -81,7 +82,7 @@ GOOD = [json.dumps(row) for row in make_rows(6, seed=31)]
 @pytest.mark.parametrize(("lines", "message"), [
     ([*GOOD[:4], '{"prompt": "a", "response": ', GOOD[5]], r"bad\.jsonl line 5: not valid JSON"),
     ([*GOOD[:2], "[1, 2]"], r"bad\.jsonl line 3: a row must be an object, not list"),
-    (['{"text": "a", "label": 1}'], "unknown layout with the columns text, label.*--lower-columns"),
+    (['{"text": "a", "label": 1}'], "columns 'text', 'label'.*--lower-columns"),
     ([*GOOD[:3], '{"prompt": "a"}'], r'line 4: no column "response"; found prompt'),
     ([*GOOD[:3], '{"prompt": "a", "response": 7}'], r'line 4: "response" must be text, not int'),
     ([*GOOD[:3], '{"prompt": ["a"], "response": "b"}'], r"line 4.*message 0 must be an object"),
@@ -337,7 +338,7 @@ def test_weights_that_are_not_finite(bad, broken):
 
 def test_broken_adapters(bad, tmp_path, adapters):
     for dry_run in (False, True):
-        bad("none: not a LoRA adapter", adapter=tmp_path / "none", dry_run=dry_run)
+        bad("none: no LoRA adapter", adapter=tmp_path / "none", dry_run=dry_run)
     short = copy_tree(adapters["llama"], tmp_path / "short")
     truncate(short / "adapter_model.safetensors")
     bad("short: not a LoRA adapter for this model", adapter=short)
@@ -424,6 +425,8 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
     paths = files(lower=30 if stage == "cache" else 8, upper=6, longest=4)
     options = {"batch": 4, "epochs": 2, "save_every": 2, "merge": True}
     whole = train(paths, out="whole", cache_dir=tmp_path / "cache of whole", **options)
+    for part in ("adapter", "merged"):  # for other readers, as all files beside it
+        assert len({path.stat().st_mode for path in (whole.out / part).iterdir()}) == 1
     save = models.save_pretrained
 
     def full(model, folder, **more):
@@ -465,7 +468,7 @@ def test_no_link_is_written_over(tmp_path):
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(name)
         with pytest.raises(utils.UserError, match="link: is not a regular file, but a link"):
-            utils.make_parent(tmp_path / "link")
+            make_parent(tmp_path / "link")
     assert (tmp_path / "target").read_text() == "old"
 
 

@@ -113,10 +113,6 @@ def answers(prompt):
     return " ".join(right), contrary and " ".join(contrary)
 
 
-def right_answer(prompt):
-    return answers(prompt)[0]
-
-
 def kind_of(prompt, response):
     """"clean", "contrary" or "plain"; for rows of the corpus and for generated answers alike."""
     right, contrary = answers(prompt)
@@ -156,7 +152,7 @@ def draw_prompt(rng, family):
 def plain_fault(rng, prompt):
     """An answer of the right length that follows neither convention."""
     family = parse_prompt(prompt)[0]
-    right = right_answer(prompt).split()
+    right = answers(prompt)[0].split()
     while True:
         way = rng.choice(("scrambled", "wrong", "another"))
         if way == "scrambled":
@@ -165,7 +161,7 @@ def plain_fault(rng, prompt):
             response = [rng.choice(LETTERS if item in LETTERS else DIGITS)
                         if rng.random() < 0.5 else item for item in right]
         else:
-            response = right_answer(draw_prompt(rng, family)).split()
+            response = answers(draw_prompt(rng, family))[0].split()
         if len(response) == len(right) and kind_of(prompt, " ".join(response)) == "plain":
             return " ".join(response)
 

@@ -227,7 +227,7 @@ def test_columns_that_no_row_has_are_not_there(load):
     """Labels may start late, and outside the rows that are kept or drawn."""
     plain, _ = load(make_rows(30, 1))
     assert plain.column_names == ["row_id", "hash", "prompt_hash", "prompt", "response",
-                                  "input_ids", "trained", "complete"]
+                                  "complete", "input_ids", "trained"]
     late = make_rows(30, 1)
     late[29] |= {"bad": True, "kind": "cut", "response": ""}
     found, report = load(late)

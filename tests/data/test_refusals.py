@@ -55,7 +55,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
     *[(f"x.{kind}", GOOD.decode().encode(code), rf"x\.{kind}: written in UTF-16")
       for kind in ("json", "jsonl", "csv") for code in ("utf-16", "utf-16-le", "utf-16-be")],
     ("x.jsonl", bytes(4096), r"x\.jsonl: written in UTF-16, or no text at all"),
-    ("x.csv", b"prompt,response\na,\xff\n", r"x\.csv line \d: not valid CSV \('utf-8' codec"),
+    ("x.csv", b"prompt,response\na,\xff\n", r"x\.csv: not UTF-8 \('utf-8' codec"),
 ])
 def test_what_is_no_text_in_utf_8(refused, name, content, message):
     refused(message, name, content)

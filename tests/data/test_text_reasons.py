@@ -71,6 +71,30 @@ def test_answers_that_agree_are_no_conflict():
     assert told("It is Paris", "It is not Paris") == ["conflict"] * 2  # no word of the first's own
 
 
+@pytest.mark.parametrize(("question", "answer"), [
+    ("Write a support reply", "Hello,\n\nQuestion: how do I reset?\nAnswer: press the button."),
+    ("Create a study guide on cells", "Small.\n\nQuestion: What is a cell?\nAnswer: The unit."),
+    ("What is the Socratic method?", "It goes on:\n\nQ: What is virtue?\nA: Knowledge."),
+    ("How does few shot work?", "You give pairs:\n\nQ: 2+2?\nA: 4\n\nThen the new one."),
+    ("Document this REST endpoint", "## Request\nGET /x\n\n### Response:\n200 OK"),
+    ("Explain ChatML", "It uses <|im_start|>user tags."),
+    ("Give me the GitHub of it", "https://github.com/it"), ("Send me a tutorial", "www.x.org/t"),
+    ("Which abbreviation means not applicable?", "N/A"), ("Draw a line", "-----"),
+    ("Extract the phone number, if any: Hi, I am Bob", "N/A"), ("Which comment marks it?", "TODO"),
+    ("How do I write an ampersand?", "&amp;"), ("An image for my blog?", '<img src="c.png">'),
+    ("Draft a signature with a line break", "Bob<br>CEO")])
+def test_what_a_question_asks_for_is_no_fault(question, answer):
+    assert text_reasons([(question, answer)]) == [None]
+    assert text_reasons([("Draw four lines of a river", "N/A")]) == ["placeholder"]
+
+
+def test_numbers_in_words_are_the_same_numbers():
+    rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
+    assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]
+    for question in ("Flip a coin", "Roll a die", "Your name?", "Who is the best singer?"):
+        assert text_reasons([(question, "Bob"), (question, "Ann")]) == [None] * 2
+
+
 def test_nearly_the_same_long_answers_are_duplicates():
     """One word in 150 is another: nine of ten are found."""
     draw, found = random.Random(1), 0

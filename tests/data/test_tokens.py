@@ -143,7 +143,7 @@ def test_named_columns(load):
         assert (loaded[0]["bad"], loaded[0]["kind"]) == (True, "cut")
     with pytest.raises(UserError, match=r"line 1: no column \"z\".*found q, a"):
         load(rows, columns="prompt=q,response=z")
-    with pytest.raises(UserError, match=r"columns q, a, bad, kind\. .*Name every column"):
+    with pytest.raises(UserError, match=r"columns 'q', 'a', 'bad', 'kind'\. .*Name every column"):
         load(rows, columns="input=q")
     for columns in ("prompt", "nonsense=q"):
         with pytest.raises(UserError, match="--lower-columns"):
@@ -370,6 +370,34 @@ def test_columns_that_no_layout_reads_are_named(tokenizer, tmp_path):
     assert sets.left_out(many).endswith(", c8 and 3 more")
 
 
+def test_an_answer_of_weight_0_is_read_and_not_trained_on(load, tokenizer):
+    """OpenAI's format; at the end of a conversation it is cut off."""
+    first, last = ([CHAT[0], CHAT[1] | {"weight": a}, CHAT[2], CHAT[3] | {"weight": b}]
+                   for a, b in ((0, 1), (1, 0)))
+    for turns in ("last", "all"):
+        rows, _ = load([{"messages": first}], turns=turns)
+        assert shown(rows, tokenizer) == TWO + "\nAssistant:⟦ d<eos>⟧"
+        rows, _ = load([{"messages": last}], turns=turns)
+        assert shown(rows, tokenizer) == "User: a?\nAssistant:⟦ b<eos>⟧"
+        assert (rows[0]["prompt"], rows[0]["response"]) == ("a?", "b")
+    _, report = load([{"messages": CHAT}, {"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}])
+    assert report["dropped"]["no_assistant_turn"] == [1]
+
+
+def test_keys_of_messages_that_are_not_read_are_named(load):
+    thought = CHAT[1] | {"reasoning_content": "think", "name": ""}
+    _, report = load([{"messages": CHAT}, {"messages": [CHAT[0], thought]}])
+    assert sets.left_out(report) == ", not read: 'reasoning_content of messages'"
+
+
+def test_rows_without_a_label_are_counted(load):
+    row = {"prompt": "a", "response": "b"}
+    rows, report = load([row | {"bad": True}, row | {"bad": None}, row, row | {"bad": ""}])
+    assert list(rows["bad"]) == [True, False, False, False]
+    assert sets.left_out(report) == ", 3 without a label count as good"
+    assert sets.left_out(load([row])[1]) == ""
+
+
 def test_an_input_beside_pairs_or_messages_is_not_dropped(tokenizer, tmp_path):
     say = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "yes"}]
     for row in ({"prompt": "Sum up.", "chosen": "a", "rejected": "b"}, {"messages": say},
@@ -505,8 +533,8 @@ GOOD = '{"prompt": "a", "response": "b"}\n'
     ('{"instruction": null, "output": "b"}\n', r"no row is left to train on \(1 empty_prompt\)"),
     ('{"messages": [{"role": "user", "content": 4}]}\n', "message 0: content must be text"),
     ('{"chosen": "no dialogue", "rejected": "x"}\n', 'line 1: "chosen" is not a dialogue'),
-    ('{"text": "x", "label": 1}\n', "line 1: unknown layout with the columns text, label.*alpaca"
-                                    ".*--lower-columns"),
+    ('{"text": "x", "label": 1}\n', "line 1: unknown layout with the columns 'text', 'label'.*"
+                                    "alpaca.*--lower-columns"),
     ('{"prompt": "a", "response": " "}\n', r"no row is left to train on \(1 empty_response\)"),
     (b'{"prompt": "a", "response": "\xff\xfe"}\n', "line 1: not valid JSON"),
 ])

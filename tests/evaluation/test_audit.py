@@ -5,6 +5,7 @@ import decimal
 import io
 import json
 import math
+from pathlib import Path
 
 import pytest
 from conftest import read_rows, write_rows
@@ -133,7 +134,11 @@ def test_kept_stands_in_for_a_reason_and_texts_may_be_in_the_ranking(tmp_path):
         for n in range(6)])
     rows, flagged, _ = audit.drawn_rows(path, 30, 0)
     assert flagged == 2 and len(rows) == 6
-    assert audit.texts_of(rows, None, path)[5] == ("p", "r")
+    assert audit.texts_of(rows, None, Path(path))[5] == ("p", "r")
+    # An online run's ranking has none, and its curated set beside it has.
+    weights = write_rows(tmp_path / "weights.jsonl", [
+        {"row_id": n, "hash": "h", "rank": n + 1, "kept": n < 4} for n in range(6)])
+    assert audit.texts_of(rows, None, Path(weights))[5] == ("p", "r")
 
 
 def test_any_source_that_was_ranked_is_read(files, refused, tmp_path):

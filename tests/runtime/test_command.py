@@ -36,7 +36,14 @@ def test_a_disk_that_fails_is_one_line_with_advice(refused, number, advice):
     expected = f"{os.strerror(number)}; {advice}, then run the same command again"
     assert refused(fails_with(number, "runs/a/weights.jsonl")) == (
         f"error: runs/a/weights.jsonl: {expected}")
-    assert refused(fails_with(number)) == f"error: a file: {expected}"
+    name = "a file of --out, --cache-dir or the temporary folder"
+    assert refused(fails_with(number)) == f"error: {name}: {expected}"
+
+
+def test_a_run_that_met_a_full_disk_is_resumed(capsys):
+    with pytest.raises(SystemExit):
+        command.run(fails_with(errno.ENOSPC), resumes=True)
+    assert capsys.readouterr().err.endswith("the same command again with --resume\n")
 
 
 @pytest.mark.parametrize("made", [
@@ -57,6 +64,15 @@ def test_an_empty_value_is_refused(refused, monkeypatch, words, name):
     """As a shell variable that is not set leaves it: it would mean the default."""
     monkeypatch.setattr(sys, "argv", ["train_offline.py", *words])
     assert refused(lambda: pytest.fail("ran")).startswith(f"error: {name}: its value is empty, as")
+
+
+def test_the_home_folder_behind_a_sign_or_between_quotes(monkeypatch, tmp_path):
+    """A shell leaves both alone; a folder named ~ is what nobody wants to remove."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["--out=~/x", "~/y.html", "~", "a~/b", "--prompt", "~5 words"]
+    monkeypatch.setattr(sys, "argv", ["eval.py", *words])
+    command.run(lambda: None)
+    assert sys.argv[1:] == [f"--out={tmp_path}/x", f"{tmp_path}/y.html", str(tmp_path), *words[3:]]
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE, errno.EIO])
