@@ -722,7 +722,7 @@ def test_the_largest_limit_that_fits_is_accepted(online, files, refused):
     """One token more is refused: prompts are counted with their template."""
     paths = files(lower=6, upper=6)
     line = refused(lambda: online(paths, max_new_tokens=127, batch=6, epochs=1))
-    longest = int(re.search(r"prompt of (\d+) tokens", line)[1])
+    longest = int(re.search(r"prompt, (\d+) tokens", line)[1])
     run = online(paths, max_new_tokens=128 - longest, batch=6, epochs=1)
     assert run.result["answers_generated"] == 2
     refused(lambda: online(paths, out="b", max_new_tokens=129 - longest, batch=6, epochs=1))
