@@ -46,7 +46,7 @@ Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman,
 
 Blind spots. A wrong word, number, English negation or name lowers the rank of a fluent answer where
 the model is good. An answer cut at the end of a sentence looks finished to a small model, and a
-neighbour's answer nearly right. Tables and indented code repeat themselves. A kind of fault that
+neighbour's answer nearly right. Tables, indented code and refrains repeat themselves. A fault that
 few rows have is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see
 who is flagged by length, language and code. Without trusted rows a loss or boilerplate that most
 rows share *is* the null. A row cut by a length limit has no end to judge.

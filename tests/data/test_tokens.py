@@ -384,6 +384,11 @@ def test_an_answer_of_weight_0_is_read_and_not_trained_on(load, tokenizer):
     assert report["dropped"]["no_assistant_turn"] == [1]
 
 
+def test_roles_may_begin_with_a_capital(load):
+    rows, _ = load([{"messages": [turn | {"role": turn["role"].title()} for turn in CHAT]}])
+    assert rows[0]["response"] == "d"
+
+
 def test_keys_of_messages_that_are_not_read_are_named(load):
     thought = CHAT[1] | {"reasoning_content": "think", "name": ""}
     _, report = load([{"messages": CHAT}, {"messages": [CHAT[0], thought]}])
