@@ -159,8 +159,8 @@ def _messages(value, place):
         here = f"{place} message {number}"
         if not isinstance(message, dict):
             raise UserError(f"{here} must be an object, not {type(message).__name__}")
-        role = message.get("role") or message.get("from")
-        if not isinstance(role, str) or role.lower() not in ROLES:
+        role = str(message.get("role") or message.get("from")).lower()
+        if role not in ROLES:
             raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
         content = message.get("value" if message.get("content") is None else "content")
         kinds = set()
@@ -169,7 +169,7 @@ def _messages(value, place):
                      for part in content if isinstance(part, dict)}
             content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
                               for part in content)
-        messages.append({"role": ROLES[role.lower()], "content": text_of(content, f"{here}: content")})
+        messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
         if message.get("weight") == 0:
             messages[-1]["weight"] = 0
         if role in CALLS or not kinds.isdisjoint(CALLS) or any(message.get(key) for key in CALLS):

@@ -534,7 +534,7 @@ GOOD = '{"prompt": "a", "response": "b"}\n'
     ('{"prompt": ["a"], "response": "b"}\n', 'line 1: "prompt" message 0 must be an object'),
     ('{"messages": "hello"}\n', 'line 1: "messages" must be a list of messages, not str'),
     ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "role 'wizard'; known: system"),
-    ('{"messages": [{"role": ["user"], "content": "x"}]}\n', r"role \['user'\]; known: system"),
+    ('{"messages": [{"role": ["user"], "content": "x"}]}\n', r"role .\['user'\].; known: system"),
     ('{"instruction": null, "output": "b"}\n', r"no row is left to train on \(1 empty_prompt\)"),
     ('{"messages": [{"role": "user", "content": 4}]}\n', "message 0: content must be text"),
     ('{"chosen": "no dialogue", "rejected": "x"}\n', 'line 1: "chosen" is not a dialogue'),
