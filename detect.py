@@ -226,8 +226,8 @@ def quantile(values, shares):
 def bands(lengths, of, size=BAND):
     """Bands of answer length: for every row (N,) of `lengths` the number of its band.
 
-    At most four; they hold about equally many of the rows `of` (n,), each at least size / 2: where
-    many rows have one length, that band is larger and there are fewer.
+    At most four; they hold about equally many of the rows `of` (n,), each at least size / 2 unless
+    there is one alone. Where many rows have one length, that band is larger and there are fewer.
     """
     count, kept, start = min(4, max(1, len(of) // size)), [], 0
     for edge in quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count).tolist():

@@ -52,12 +52,13 @@ ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|i
                    r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
                    r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
                    r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
+                   r"\bguides?\b|support (e-?mail|reply|answer|chat)|socrat|"
                    r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
                    r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
                    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
                    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
-WRITTEN = re.compile(r"format|template|prompt|token|few.?shot|document|endpoint|\bapi\b|issue|"
-                     r"readme|chat ?ml|special|guide|support|\breply\b|socrat", re.I)
+WRITTEN = re.compile(r"format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
+                     r"\b(issue|document) (form|th[ei])", re.I)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
 HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
@@ -81,7 +82,7 @@ PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|wher
 SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
                    r"separat\w+|divid\w+|chat)\b", re.I)
 NONE = re.compile(r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
-                  r"abbreviat\w+|acronym|comments?)\b", re.I)
+                  r"abbreviat\w+|acronym|(which|what) comment)\b", re.I)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
 TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"

@@ -85,7 +85,15 @@ def test_answers_that_agree_are_no_conflict():
     ("Draft a signature with a line break", "Bob<br>CEO")])
 def test_what_a_question_asks_for_is_no_fault(question, answer):
     assert text_reasons([(question, answer)]) == [None]
-    assert text_reasons([("Draw four lines of a river", "N/A")]) == ["placeholder"]
+
+
+def test_what_no_question_asks_for_stays_a_fault():
+    for question, answer, reason in (
+            ("Draw four lines of a river", "N/A", "placeholder"),
+            ("Write a comment on the film", "N/A", "placeholder"),
+            ("Which special issue supports it?", "It does.<|im_start|>user\nWhy?", "turn"),
+            ("What does the document say?", "No.\n### Instruction:\nName a river.", "turn")):
+        assert text_reasons([(question, answer)]) == [reason]
 
 
 def test_numbers_in_words_are_the_same_numbers():
