@@ -136,13 +136,14 @@ def best_of(scores, original):
     return ordered[0], scores[ordered[0]] - max([original] + [scores[p] for p in ordered[1:2]])
 
 
-def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
+def scored(model, rows, beaten, pool, blank, context):
     """[({place in pool: s}, best overlap of words first, [s of each row of `beaten`])], one a row.
 
     rows, pool: of `as_rows`, the pool's answers all different; beaten: for each row those whose
     answers a found one must beat. context: of the model; what has no room there is not found.
     """
-    lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool], size)
+    lists = shortlists([row["question"] for row in rows], [row["answer"] for row in pool],
+                       SHORTLIST + 1)  # the row's own text may be among them
     lists = [[place for place in places if has_room(row, pool[place], context)]
              for row, places in zip(rows, lists, strict=True)]
     s = iter(pair_scores(model, [
@@ -156,8 +157,7 @@ def scored(model, rows, beaten, pool, blank, context, size=SHORTLIST):
 def search(model, rows, pool, blank, context):
     """[(place in pool or None, margin)], one a row; see `scored`. Its own text is not found."""
     return [best_of(unlike(scores, pool, row), own) for row, (scores, (own,)) in zip(
-        rows, scored(model, rows, [[row] for row in rows], pool, blank, context, SHORTLIST + 1),
-        strict=True)]
+        rows, scored(model, rows, [[row] for row in rows], pool, blank, context), strict=True)]
 
 
 def unlike(scores, pool, row):
@@ -189,7 +189,7 @@ def trial_search(model, trusted, pool, blank, context):
     margins, right, spared = [], [], []
     for row, wrong, (scores, (s_wrong, s_own)) in zip(trusted, bad, scored(
             model, trusted, [[*pair] for pair in zip(bad, trusted, strict=True)], offered, blank,
-            context, SHORTLIST + 1), strict=True):
+            context), strict=True):
         without = unlike(scores, offered, row)
         for answers in (scores, without):
             place, margin = best_of(unlike(answers, offered, wrong), s_wrong)

@@ -18,8 +18,8 @@ around an empty question. The end tokens are kept apart from both.
     guidance     L(theta) - L(base)                           contradicts the trusted  a run's
                                                               rows (after a run)       last
 
-c costs the tokens of every row and u those of every answer. Training computes every row's loss
-first in any case and c with it, so the default set costs the forward of u more.
+c costs the tokens of every row and u those of every answer. Training needs every row's loss, and so
+c, in any case; the tests add the forward of u.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.

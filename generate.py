@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from batches import seeded
+from models import bare
 
 WIDTH_STEP = 128  # prompts are padded to multiples of it under a static cache
 
@@ -119,7 +120,7 @@ def _is_of_static_cache(error):
 @contextlib.contextmanager
 def _own_generation_config(model, config):
     """The model's generation_config out of the way: transformers fills unset values from it."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = bare(model)
     before, causal_lm.generation_config = causal_lm.generation_config, config
     # The prompts' last hidden states are a view with gaps: torch would copy the head once a row.
     hook = causal_lm.get_output_embeddings().register_forward_pre_hook(

@@ -11,9 +11,9 @@ does not depend on what the loss later does with log p_t. It is made chunk by ch
 while the logits are still at hand; backward only scales rows of g. Two matrix products, no T x V
 tensor, and per-token weights may be decided *after* the forward (importance ratios are).
 
-    memory for T response tokens        logits and their gradient   here
-    T = 4,096, V = 50,304, d = 2,048    1.6 GB (float32)            T d (34 MB) + one chunk (32 MB)
-    T = 16,384, V = 128,256, d = 4,096  16.8 GB                     134 MB + a chunk (1 GB on CUDA)
+    memory for T response tokens        logits and gradient   here: T d, and a chunk
+    T = 4,096, V = 50,304, d = 2,048    1.6 GB (float32)      34 MB (float32) + 32 MB
+    T = 16,384, V = 128,256, d = 4,096  16.8 GB (float32)     134 MB (bf16) + 1 GB on CUDA
 
 Only response positions reach the head. Under no_grad one matrix product runs instead of two.
 

@@ -269,8 +269,8 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
 def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
 
-    Of FAULTS rows, at the price of their forward: losses_of(rows) is `row_losses` of a model. end:
-    cut at random between a quarter and three quarters, the row's own end tokens appended.
+    Of FAULTS rows, at the price of two forwards of them: losses_of(rows) is `row_losses` of a
+    model. end: cut at random in the middle half, the row's own end tokens appended.
     relevance: with the answer of another of these rows, where both have at most `room` tokens; what
     that answer has behind the blank prompt is known from `found`. All processes do the same.
     """

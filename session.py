@@ -36,7 +36,7 @@ import torch
 from safetensors.torch import load_file, save
 from tqdm import tqdm
 
-# What a resumed run may change without another result.
+# What a resumed run may change: training stays the same. keep_fraction moves `kept` alone.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
                   "fsdp")
 SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report
@@ -114,7 +114,7 @@ def print_plan(run):
         gamma = penalty(args.epochs - 1, args.rho_start, args.rho_step)
         pull = args.omega_lr * gamma / args.batch * (1 - args.correction)
         if pull > 0.5:
-            print(f"warning: --omega-lr {args.omega_lr:g}: one reading takes up to {pull:.2g} x "
+            print(f"warning: --omega-lr {args.omega_lr:g}: one reading takes about {pull:.2g} x "
                   "its loss off a row's omega, so rows not yet read will hold all the weight; "
                   f"lower it, for instance to {args.omega_lr * 0.1 / pull:.1g}")
     needs = memory_and_disk(args, run.config, longest, run.num_rows)

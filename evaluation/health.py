@@ -52,8 +52,8 @@ def label_check(run, values):
         return [("info", f"{why}: look at both ends of the ranking below to judge it.")
                 ] if run.omegas else []
     names = {"the base model's loss": "base/auroc", "length": "length/auroc"}
-    rivals = {n: max(values[k], 1 - values[k]) for n, k in names.items()
-              if values.get(k) is not None}
+    rivals = {name + ", reversed" * (values[key] < 0.5): max(values[key], 1 - values[key])
+              for name, key in names.items() if values.get(key) is not None}
     sentence = f"The weights tell bad rows with AUROC {values['weight/auroc']:.3f}"
     if not rivals:
         return [("info", sentence + "; no pass of the base model to compare with.")]

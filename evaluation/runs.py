@@ -53,7 +53,7 @@ COLUMNS_OF_RANKING = {"kept": FLAG, "weight": NUMBER, "masked": FLAG, "base_loss
                       "bad": FLAG}
 # What row tests say; null where a test has nothing to judge.
 TESTED = {"reason": TEXT, **dict.fromkeys(("surprise", "end", "relevance", "fluency", "slip",
-                                           "peak", "repetition", "echo"), NUMBER)}
+                                           "peak", "repetition", "echo", "guidance"), NUMBER)}
 SHOWN = {"row_id": WHOLE, "hash": TEXT, "prompt": TEXT, "response": TEXT}
 CURATED = RANKING | SHOWN | {"kept": FLAG}
 MORE_OF_CURATED = COLUMNS_OF_RANKING | TESTED | {

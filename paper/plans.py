@@ -38,7 +38,7 @@ SCALES = {
               "train": "--preset llama3-8b-quality", "online": "", "select": ""},
 }
 # What the safety tables change. `toy_rows`: arguments of `python -m toy write`; a fifth of the
-# lower rows is bad, as a fifth of the paper's is red.
+# lower rows is bad, as a fifth of the recipe's is red.
 SAFETY = {
     "table3": {"toy": {"toy_rows": "--noise 0.2 --contrary 1"},
                "paper": {"data": f"--model {LLAMA} --lower {RECIPES}/redorca.jsonl --lower-limit "

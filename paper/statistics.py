@@ -109,7 +109,8 @@ def with_base(results):
     """The base model's own figures in front."""
     first = next(iter(results.values()))
     return {"base model": [{key.removeprefix("base/"): value for key, value in run.items()
-                            if key.startswith("base/") and "auroc" not in key}
+                            if key.startswith("base/")
+                            and not re.match(r"base/(auroc|precision|recall)\b", key)}
                            for run in first]} | results
 
 

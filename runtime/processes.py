@@ -40,7 +40,7 @@ def join_processes(name):
     """Join the processes that torchrun started, if it did; returns this one's device.
 
     name: --device. CUDA tensors are reduced by NCCL, CPU tensors by gloo. All but the first
-    process are silent from here on, errors excepted (see `run`).
+    process are silent from here on, errors excepted (see `runtime.command`).
     """
     global _store
     if os.environ.get("WORLD_SIZE", "1") == "1":

@@ -9,8 +9,8 @@ The order to read:
     policies.py     finite classes of policies, with losses of exactly zero and infinity
     benefit.py      Theorem 1: direct mixing loses to BDS beyond rho_c
     coverage.py     Proposition: BDS puts all its weight on the useful set U, mixing |U| / N
-    convergence.py  Theorem 3 and its complete version, Algorithm PBGD
-    equivalence.py  Theorem 4: BMO and BDS have the same solutions
+    convergence.py  Theorem 2 and its complete version, Algorithm PBGD
+    equivalence.py  Theorem 3: BMO and BDS have the same solutions
     weights.py      implicit weights, importance ratio, log-sum-exp bound, convexity in the logits
     drawing.py      the figures
 
@@ -39,7 +39,7 @@ Readings and corrections of the paper's text, with the reason:
     (sqrt 2 / 2) B_X^2 B_q sigma_max(W_ov^0) S. Without it the bound fails for small S (a test).
  7. PL constant of one token. The lemma states (V-1) / (2 V^2) exp(-sqrt2 |u|); its proof shows the
     larger 1 / (2V) exp(-sqrt2 |u|), which everything after it uses, and so do we.
- 8. The complete Theorem 3 assumes, at the start k_0, 8 V l exp(sqrt2 B_X R) / sigma^2 <= M_H. No
+ 8. The complete Theorem 2 assumes, at the start k_0, 8 V l exp(sqrt2 B_X R) / sigma^2 <= M_H. No
     instance and no k_0 satisfies it. With M = (N + N') D columns, sigma^2 is at most the mean
     squared column norm, sigma^2 <= B_X^2 / M; |U| <= B_X R gives every token a loss of at least
     log(1 + (V-1) e) with e = exp(-sqrt2 B_X R), and log(1 + (V-1) e) / e >= log V for e <= 1, so
@@ -53,7 +53,7 @@ Readings and corrections of the paper's text, with the reason:
     |W_ov| by path length is exponential in what in truth grows like a logarithm.
 10. eps_0 depends on S_eps(k_0), which depends on gamma = eps^(-1/2): "for every eps > eps_0" is a
     condition on each eps, not a threshold. S_eps as a supremum gives the worst rate of the set.
-11. Theorems 1 and 3 exclude each other in the closure: features of full rank let one W_ov fit both
+11. Theorems 1 and 2 exclude each other in the closure: features of full rank let one W_ov fit both
     sets, so the minimisers are shared, and Assumption 2 (disjoint S_val, S_sft) fails.
 12. Theorem 1 with a softmax. If one context has different answers in D and D_SFT, models that
     fit either are at infinity, both Deltas are infinite and rho_c is infinity over infinity.

@@ -1,4 +1,4 @@
-"""Theorem 3 and its complete version: PBGD reaches L_gamma <= epsilon.
+"""Theorem 2 and its complete version: PBGD reaches L_gamma <= epsilon.
 
 The constants of the proof, measured along runs of Algorithm PBGD with full gradients: smoothness,
 PL, descent and drift at every step or checkpoint, then every hypothesis of the complete theorem.
@@ -22,7 +22,7 @@ from theory.model import (
     residuals,
 )
 
-TITLE = "Convergence (Theorem 3): PBGD with full gradients, gamma = epsilon^(-1/2)"
+TITLE = "Convergence (Theorem 2): PBGD with full gradients, gamma = epsilon^(-1/2)"
 # Targets epsilon, one run each, and a bound on sigma_max(W_ov) to set eta.
 TARGETS = {2.0: 3.0, 1.0: 8.0, 0.5: 11.5, 0.25: 12.5, 0.125: 13.5}
 
@@ -91,7 +91,7 @@ def drift_bounds(S, R0, B_X, B_q):
 
 
 def certified_radius(sigma, R, B_X, B_q):
-    """S_H(k_0): where the drift of H has used half of sigma              (complete Theorem 3)"""
+    """S_H(k_0): where the drift of H has used half of sigma              (complete Theorem 2)"""
     linear, square = math.sqrt(2) / 2 * B_X**4 * B_q**2 * R + B_X, B_X**5 * B_q**2
     return 2 * sigma / (linear + math.sqrt(linear**2 + 2 * square * sigma))  # stable for small B_q
 
@@ -271,7 +271,7 @@ def separating_losses(problem, theta, t=30.0):
 
 
 def measure():
-    """Theorem 3: hitting times, every local inequality, every hypothesis."""
+    """Theorem 2: hitting times, every local inequality, every hypothesis."""
     results = [convergence_run(epsilon) for epsilon in TARGETS]
     runs = [numbers for numbers, _, _ in results]
     slope = (math.log(runs[-1]["steps"] / runs[1]["steps"])

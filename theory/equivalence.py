@@ -1,4 +1,4 @@
-"""Theorem 4: BMO and BDS have the same global solutions under Assumption 1, and where that ends.
+"""Theorem 3: BMO and BDS have the same global solutions under Assumption 1, and where that ends.
 
 By enumeration: on a separable class, and on two fronts of a class that is not separable.
 """
@@ -11,7 +11,7 @@ import torch
 from theory.model import F64
 from theory.policies import argmin_set, bds_solutions, lower_level_minimisers, separable_class
 
-TITLE = "Equivalence (Theorem 4): BMO = BDS under Assumption 1"
+TITLE = "Equivalence (Theorem 3): BMO = BDS under Assumption 1"
 # t, val (K,), losses (K, 2), and masks (K,): WP, the union of S(lambda), the solutions of both.
 Front = namedtuple("Front", "t val losses pareto union bmo bds")
 
@@ -67,7 +67,7 @@ def front_solutions(concave):
 
 
 def measure():
-    """Theorem 4 by enumeration, and where it ends."""
+    """Theorem 3 by enumeration, and where it ends."""
     p, val, losses = separable_class()
     feasible = lower_level_minimisers(losses)
     union, pareto = feasible.any(0), weakly_pareto(losses)

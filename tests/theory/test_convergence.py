@@ -1,4 +1,4 @@
-"""Theorem 3 as assertions: constants by hand, inequalities on runs, the condition that fails."""
+"""Theorem 2 as assertions: constants by hand, inequalities on runs, the condition that fails."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Theorem 4 as assertions."""
+"""Theorem 3 as assertions."""
 
 
 import pytest
