@@ -38,7 +38,7 @@ import time
 
 from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
-from data.sets import first_places, prompt_overlap
+from data.sets import prompt_overlap
 from data.text_reasons import WORD
 from data.tokens import end_ids, response_text
 from generate import generate
@@ -72,7 +72,7 @@ def trusted_parts(prompts, most):
     Half of the prompts each, at most `most`, and one row of each: two would count one answer twice.
     The hashes decide, so the order of the file does not.
     """
-    place = first_places(prompts)
+    place = {prompt: n for n, prompt in reversed([*enumerate(prompts)])}  # the first of each
     order = sorted(place)
     size = min(most, len(order) // 2)
     return [sorted(place[prompt] for prompt in order[start:start + size]) for start in (0, size)]
@@ -326,7 +326,7 @@ def gate(calibrate, check, present=None):
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
         return closed | {"rows": 0, "why": f"too few rows to try it on (held-out trusted answers "
-                         f"of at most {CLOSED} tokens; for search, suspect rows)"}
+                         f"of 4 to {CLOSED - 1} tokens; for search, suspect rows)"}
     (margins, right, spared), threshold = check, threshold_of(*calibrate, present)
     all_right, tried = tally(margins, right, -math.inf, present)
     report = {"rows": len(right), "right": all_right / tried}
@@ -355,10 +355,9 @@ def as_rows(rows, ends, reasons=None):
     prompt, body, end: tokens, of the answer without and only its end tokens (`ends`); question,
     answer: texts; row_id; reason: of detect.py, None for none.
     """
-    return [dict(zip(("prompt", "body", "end"), last_turn(row, ends), strict=True)) | {
-        "question": row["prompt"], "answer": row["response"], "row_id": row["row_id"],
-        "reason": reason}
-        for row, reason in zip(rows, reasons or [None] * len(rows), strict=True)]
+    return [dict(zip(("prompt", "body", "end"), last_turn(row, ends), strict=True), reason=why,
+                 question=row["prompt"], answer=row["response"], row_id=row["row_id"])
+            for row, why in zip(rows, reasons or [None] * len(rows), strict=True)]
 
 
 def attempts(model, rows, gates, found, sampling, text_of, context):
@@ -529,10 +528,9 @@ def repair(run, places, sampling, number, write):
         row["reason"], ("generate",))} if write else ())
     tried = attempts(run.model, rows, gates, run.searched["found"], sampling, run.text_of,
                      run.context)
-    generator = seeded(run.args.seed, "accept", number)
-    by_chance = run.args.refine == "random"
-    decisions = accept_or_drop(rows, tried, gates, generator if by_chance else None)
-    if by_chance:
+    by_chance = seeded(run.args.seed, "accept", number) if run.args.refine == "random" else None
+    decisions = accept_or_drop(rows, tried, gates, by_chance)
+    if by_chance is not None:
         decisions = [made | {"why": f"drawn at random; {made['why']}"} for made in decisions]
     ways = [made["way"] for made in decisions]
     return decisions, {f"accepted/{way}": ways.count(way) for way in (*WAYS, "prefix")} | {
@@ -553,7 +551,7 @@ def accepted_answers(run, places, sampling, number):
 
 def print_gates(gates, present):
     """The gate as a table, and what it advises; present: of `share_present`, or None."""
-    print(table(["way", "rows", "right if all taken", "accepted", "of these right",
+    print(table(["way", "trials", "right if all taken", "accepted", "of these right",
                  "good answers replaced", "at most"], [
         [way, own["rows"], *("-" if own.get(key) is None else f"{own[key]:.0%}" for key in (
             "right", "coverage", "precision", "false", "false_bound"))]

@@ -42,7 +42,7 @@ def parse_args(argv=None):
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
     add("--by", choices=("weight", "final", "corrected"), default="weight",
         help="rank by the weight, by the loss L under the final model, or by L - A L(theta_hat)")
-    add("--out", help="file to write (kept.jsonl beside the ranking)")
+    add("--out", help="file to write (kept.jsonl in a run; NAME.kept.jsonl beside NAME.jsonl)")
     add = command("export", "the rows of a run's curated.jsonl as a file for a trainer", None)
     add("--format", choices=FORMATS, required=True, help="pairs: rewritten over original answers")
     add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")

@@ -297,9 +297,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
             **({"enable_gqa": groups > 1} if grouped else {}))
         return output[None], None
     rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    output = torch.cat([
-        torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, scale=scaling) for q, k, v in rows], dim=2)
+    output = torch.cat([torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, dropout_p=dropout, scale=scaling) for q, k, v in rows], dim=2)
     return output.transpose(1, 2).to(dtype), None
 
 

@@ -392,12 +392,10 @@ def columns_of_tests(tests, places):
     """
     if "reason" not in tests:
         return {}
-    reasons = list(REASONS)
-    return {"reason": [None if place < 0 else reasons[place]
-                       for place in tests["reason"][places].tolist()],
-            **{name: [None if math.isnan(value) else value
-                      for value in tests[name][places].tolist()]
-               for name in ("surprise", *detect.DETECTORS) if name in tests}}
+    reasons = [*REASONS, None]  # which -1 is the place of
+    return {"reason": [reasons[place] for place in tests["reason"][places].tolist()], **{
+        name: [None if math.isnan(value) else value for value in tests[name][places].tolist()]
+        for name in ("surprise", *detect.DETECTORS) if name in tests}}
 
 
 def groups_of(prompt, answer, length):

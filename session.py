@@ -138,7 +138,7 @@ def memory_and_disk(args, config, longest, num_rows):
         adapter *= 2  # theta_hat
     width = 0.5 if args.four_bit else pick_dtype(
         args.dtype, processes.pick_device(args.device), config).itemsize
-    tokens = 2 * args.micro_batch * longest
+    tokens, merged = 2 * args.micro_batch * longest, base * width
     if args.fsdp:  # each process has its share, and whole embeddings and head
         whole = sum(m.weight.numel() for m in (
             model.get_input_embeddings(), model.get_output_embeddings()))
@@ -154,7 +154,7 @@ def memory_and_disk(args, config, longest, num_rows):
         live = layers * hidden * number + live / layers
     return SimpleNamespace(
         memory=base * width + adapter * 16 + tokens * live + 12 * num_rows,
-        disk=(args.epochs + 6) * 4 * num_rows + 3 * adapter * 12 + num_rows * 200,
+        disk=num_rows * (4 * args.epochs + 224) + 3 * adapter * 12 + args.merge * merged,
         parts=f"base {base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M "
               f"x 16, activations of at most {tokens} tokens", base=base)
 

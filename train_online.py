@@ -109,9 +109,9 @@ def check_refreshes(args, run):
         run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
         num_masked = int(run.given_mask.sum())
         args.masked_rows = content_hash(str(run.given_mask.tolist()))  # of the file, for --resume
-        print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep, "
-              "whatever --ratio-masked")
-        args.keep_fraction = min(args.keep_fraction, 1 - num_masked / run.num_rows)  # nor this run
+        args.keep_fraction = min(args.keep_fraction, 1 - num_masked / run.num_rows)
+        print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep, nor "
+              f"this run (--keep-fraction {args.keep_fraction:g}), whatever --ratio-masked")
     if args.refine in accept.RULES:
         accept.split_trusted(run)
     else:  # the curated set is written

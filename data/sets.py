@@ -39,9 +39,9 @@ def load_levels(args, tokenizer, context_length):
             level = name.split("_")[0]  # held-out rows are read the way their level is
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
-                source, tokenizer, name=name, columns=getattr(args, f"{level}_columns"),
-                template=args.template, turns=args.turns, max_length=args.max_length,
-                seed=args.seed, limit=getattr(args, f"{name}_limit", None),
+                source, tokenizer, name=name, seed=args.seed, turns=args.turns,
+                columns=getattr(args, f"{level}_columns"), template=args.template,
+                limit=getattr(args, f"{name}_limit", None), max_length=args.max_length,
                 cache_dir=args.cache_dir)
             check_lengths(levels[name], context_length, name)
         if levels["upper"] is not None and levels["upper_heldout"] is None:
@@ -76,10 +76,9 @@ def check_overlap(levels, allow_overlap):
                 continue
             shared = prompt_overlap(present[train], present[held_out])
             if shared and not allow_overlap:
-                raise UserError(
-                    f"{len(shared)} {train} rows have prompts that are held out in {held_out} "
-                    f"(first row_id {shared[0]}): their losses would flatter the run; remove "
-                    "them or pass --allow-overlap")
+                raise UserError(f"{len(shared)} {train} rows have prompts that are held out in "
+                                f"{held_out} (first row_id {shared[0]}): their losses would "
+                                "flatter the run; remove them or pass --allow-overlap")
             if shared:
                 print(f"warning: {len(shared)} {train} rows share prompts with {held_out}")
 
@@ -93,30 +92,32 @@ def load_pairs(source, tokenizer, **options):
     import datasets
 
     chosen, report = load_rows(source, tokenizer, side="chosen", **options)
-    rejected, _ = load_rows(source, tokenizer, side="rejected", **options)
+    rejected, other_report = load_rows(source, tokenizer, side="rejected", **options)
     if report["layout"] not in ("prompt/chosen/rejected", "chosen/rejected dialogues"):
         raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
                         f"the {report['layout']} layout")
-    ids, columns = chosen["row_id"][:], ("row_id", "prompt_hash", "response")
-    other = {row_id: (place, asked, content_hash(answer))
-             for place, (row_id, asked, answer) in enumerate(each_row(rejected, *columns))}
+    own, other = ({row_id: (place, asked, {content_hash(answer), content_hash(str(tokens))})
+                   for place, (row_id, asked, answer, tokens) in enumerate(each_row(
+                       rows, "row_id", "prompt_hash", "response", "input_ids"))}
+                  for rows in (chosen, rejected))
     dropped = {"unpaired": [], "two questions": [], "equal": []}
-    for row_id, asked, answer in each_row(chosen, *columns):
+    for row_id, (_, asked, answer) in own.items():
         if row_id not in other:
             dropped["unpaired"].append(row_id)
         elif other[row_id][1] != asked:
             dropped["two questions"].append(row_id)
-        elif other[row_id][2] == content_hash(answer):
+        elif other[row_id][2] & answer:  # as texts, or as what --max-length leaves of them
             dropped["equal"].append(row_id)
-    gone = {row_id for left in dropped.values() for row_id in left}
-    keep = [p for p, row_id in enumerate(ids) if row_id not in gone]
+    keep = sorted(own.keys() - {row_id for left in dropped.values() for row_id in left})
     if not keep:
         raise UserError(f"{source}: no pair with two different responses is left")
-    rejected = rejected.select([other[ids[p]][0] for p in keep]).select_columns(
+    rejected = rejected.select([other[row_id][0] for row_id in keep]).select_columns(
         ["input_ids", "trained"]).rename_columns(
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
-    pairs = datasets.concatenate_datasets([chosen.select(keep), rejected], axis=1)
-    return pairs, report | {"dropped": report["dropped"] | dropped}
+    chosen = chosen.select([own[row_id][0] for row_id in keep])
+    return datasets.concatenate_datasets([chosen, rejected], axis=1), report | {
+        "truncated": report["truncated"] + other_report["truncated"],
+        "dropped": report["dropped"] | dropped}
 
 
 def split_held_out(rows, count, seed):
@@ -140,11 +141,6 @@ def split_held_out(rows, count, seed):
             rows.select(sorted(held)))
 
 
-def first_places(prompts):
-    """{prompt: place of its first row}; of a few thousand trusted rows."""
-    return {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
-
-
 def prompt_overlap(a, b):
     """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`.
 
@@ -163,8 +159,9 @@ def left_out(report):
     """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
     told = [f"dropped {dropped}"] * bool(dropped) + [
-        f"{report[key]} {what}" for key, what in (("truncated", "responses cut"), (
-            "unlabelled", "without a label count as good")) if report.get(key)]
+        f"{report[key]} {what}" for key, what in (
+            ("truncated", "responses cut"), ("bad", "labelled bad"),
+            ("unlabelled", "without a label count as good")) if report.get(key)]
     if unread := report.get("unread"):
         more = f" and {len(unread) - 9} more" * (len(unread) > 9)
         told.append("not read: " + ", ".join(unread[:9]) + more)

@@ -16,6 +16,7 @@ from runtime.hub import hub_answers
 from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
+KNOWN = (*SUFFIXES, ".gz", ".zst", ".bz2", ".xz", ".zip", ".ndjson", ".tsv", ".arrow", ".xlsx")
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 
 
@@ -70,10 +71,11 @@ def _folder_parts(folder, split):
                                 + ", ".join(saved))
             saved = saved[split or "train"]
         return [saved]
-    every = sorted(path for path in folder.rglob("*") if path.is_file()
-                   and path.name.lower().endswith((*SUFFIXES, ".gz", ".zst"))
-                   and not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    files = [path for path in every if _is_data(path)]
+    every = sorted(  # a folder behind a link is named and not read: it may lead back here
+        path for path in folder.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and (path.is_symlink() if path.is_dir() else path.name.lower().endswith(KNOWN)))
+    files = [path for path in every if _is_data(path) and path.is_file()]
     word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}(ing)?($|[^a-z])")
     named = [path for path in files if word.search(str(path.relative_to(folder)).lower())]
     # Without a split, files named "train" win: test files beside them must not slip into training.

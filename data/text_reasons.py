@@ -15,6 +15,7 @@ Strings in, lists out; imports nothing of the project and can be copied as one f
 import math
 import operator
 import re
+import unicodedata
 import zlib
 from array import array
 
@@ -112,7 +113,7 @@ _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().man
 
 def plain_words(text):
     """Words in lower case, without spacing and marks at either end; "2 + 5" is not "2 * 5"."""
-    return " ".join(text.casefold().split()).strip(" .!?:;,\"'")
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split()).strip(" .!?:;,\"'")
 
 
 def minhashes(text):

@@ -24,6 +24,7 @@ import itertools
 import json
 import random
 import re
+import unicodedata
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
@@ -35,7 +36,7 @@ from detect import fact
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 8  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 9  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -261,7 +262,7 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
     report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
               "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set(),
-              "unlabelled": 0}
+              "unlabelled": 0, "bad": 0}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
     bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
@@ -343,8 +344,8 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
         # A row without its own label is a good one of no kind.
         yield {"row_id": row_id, "prompt": prompt, "response": messages[-1]["content"],
                "hash": content_hash(layouts.transcript(before), last["content"]),
-               "prompt_hash": content_hash(" ".join(prompt.split())), "segments": segments,
-               "bad": _flag(row.get("bad"), place),
+               "prompt_hash": content_hash(" ".join(unicodedata.normalize("NFC", prompt).split())),
+               "segments": segments, "bad": _flag(row.get("bad"), place),
                "kind": layouts.text_of(row.get("kind"), f'{place}: "kind"'),
                "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
@@ -401,6 +402,7 @@ def _tokenise(batch, report, tokenizer, encode, chat, max_length):
             kept.append(record | {"input_ids": ids, "trained": trained, "complete": complete})
             report["rows_kept"] += 1
             report["truncated"] += not complete
+            report["bad"] += record["bad"]
             report["tokens"] += len(ids)
     return kept
 

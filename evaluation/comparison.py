@@ -3,8 +3,8 @@
 The paper does not define the lower loss of its tables for online runs, and a model scored on its
 own text flatters itself, so there are three columns: `lower_original` (the original responses of
 all lower rows, the same for every method), `lower_heldout` (clean rows never trained on) and
-`lower_kept` (the method's own selected rows; `eval.py losses` adds `lower_refined`, the same rows
-with the refined answers that were recommended).
+`lower_kept` (the method's own selected rows; `eval.py losses` adds `lower_refined`, those and the
+rows with a recommended answer, which replaces the original).
 """
 
 import itertools
@@ -58,7 +58,7 @@ def check_same_data(runs):
         for one, two in itertools.combinations(holders, 2):
             if one.config["data"][name] == two.config["data"][name]:
                 continue
-            differences = [f"{key}: {a or 'the toy'} and {b or 'the toy'}" for key, a, b in
+            differences = [f"{key}: {a or 'the default'} and {b or 'the default'}" for key, a, b in
                            zip((name, *keys), set_arguments(one, name), set_arguments(two, name),
                                strict=True) if a != b]
             if not differences and any(getattr(one.args, key, None) != getattr(two.args, key, None)
@@ -88,6 +88,8 @@ def final_metrics(run):
     if "weight_unmasked/auroc" in values:
         # Masked rows were judged by their generated answers: labels fit the unmasked rows alone.
         values |= {k.replace("_unmasked/", "/"): v for k, v in values.items() if "_unmasked/" in k}
+    if getattr(run.args, "keep", None):  # of the kept rows alone, so no other run's compares
+        values = {key: value for key, value in values.items() if not key.endswith("auroc")}
     return values
 
 

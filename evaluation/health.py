@@ -29,7 +29,8 @@ def upper_check(run):
     """The checks of the held-out upper loss."""
     course = upper_loss_course(run)
     if len(course) < 2:
-        return [("info", "No held-out upper loss yet: it is measured at the end of an epoch.")]
+        return [("info", "No held-out upper loss: the run has no trusted rows." if run.result else
+                 "No held-out upper loss yet: it is measured at the end of an epoch.")]
     first, last = course[0][1], course[-1][1]
     when, best = min(course[1:], key=lambda pair: pair[1])
     sentence = f"Held-out upper loss {last:.4f} at the end; {first:.4f} {course[0][0]}."

@@ -27,6 +27,7 @@ from evaluation.runs import (
 )
 from evaluation.texts import show_table
 from runtime import processes
+from runtime.folder import fingerprint
 from toy import corpus
 from utils import UserError
 
@@ -68,7 +69,22 @@ def load_trained(name, device="auto"):
                         "--resume)")
     tokenizer = models.load_tokenizer(base)
     model = models.load_model(base, device, dtype, getattr(run.args, "four_bit", False))
+    check_weights(run, model)
     return models.add_lora(model, adapter=run.folder / "adapter").eval(), tokenizer, run
+
+
+def check_weights(run, model):
+    """`UserError` when the base's weights are not those that the adapter was trained on.
+
+    Of the run's dtype and on its kind of device alone: elsewhere the same weights are other bits.
+    """
+    before, trained = run.config.get("model", {}).get("base_weights"), run.config["environment"]
+    alike = (str(model.dtype).removeprefix("torch.") == trained.get("dtype") and
+             (model.device.type == "cpu") == (trained.get("device") == "cpu"))
+    if before and alike and before != fingerprint(
+            dict(model.named_buffers()) | model.state_dict()):
+        raise UserError(f"{run.folder}: its base model {base_of(run)} has changed since the run; "
+                        "the adapter belongs to the weights of then: put them back, or train anew")
 
 
 def load_start(model, adapter):
@@ -103,12 +119,15 @@ def training_arguments(run):
 
 
 def refined_rows(run, args, tokenizer):
-    """An online run's kept rows with the recommended refined answers, tokenised; None without."""
+    """An online run's kept rows and those with a recommended answer, which replaces the original:
+    the rows that `export` writes, tokenised. None of a run that wrote no answers.
+    """
     if not (run.folder / "curated.jsonl").exists():
         return None
     rows = [{"messages": conversation(row, row["refined"] if row.get("recommended") == "refined"
                                       else row["response"])}
-            for row in each_curated(run.folder / "curated.jsonl") if row["kept"]]
+            for row in each_curated(run.folder / "curated.jsonl")
+            if row["kept"] or row.get("recommended") == "refined"]
     with tempfile.TemporaryDirectory() as folder:
         utils.write_jsonl(Path(folder) / "refined.jsonl", rows)
         return tokens.load_rows(
@@ -139,20 +158,27 @@ def sets_of(run, args, tokenizer, context, rows=None, columns=None):
 
 
 def check_held_out(run, parts):
-    """`UserError` when held-out rows are not those that the run measured."""
-    for name in ("upper_heldout", "lower_heldout"):
-        if (before := run.config["data"].get(name)) and name in parts and (
-                sets.rows_hash(parts[name]) != before):
+    """`UserError` when rows are not those that the run measured, of --keep the held-out ones."""
+    names = {"upper_heldout": "upper_heldout", "lower_heldout": "lower_heldout"} | (
+        {} if getattr(run.args, "keep", None) else {"lower": "lower_original"})
+    for name, part in names.items():
+        if (before := run.config["data"].get(name)) and part in parts and (
+                sets.rows_hash(parts[part]) != before):
             raise UserError(f"{run.folder}: the rows of {name} have changed since the run: its "
                             "figures would be of other rows than those of result.json; measure "
                             "these with --rows")
 
 
-def check_base(run, losses):
+def check_base(run, losses, after):
     """`UserError` when the base model or the lower rows are not those that the run started from.
 
-    losses: (N,) of the lower rows under the base model now.
+    losses: (N,) of the lower rows under the base model now; after: their mean under the run's.
     """
+    then = (run.result or {}).get("lower_original")
+    if then is not None and abs(then - after) > 0.02:  # of --keep, too, whose base losses are fewer
+        raise UserError(f"{run.folder}: the base model or the lower rows have changed since the "
+                        f"run (lower_original {then:.4f} in result.json, {after:.4f} now): the "
+                        "figures would be of others")
     path = run.folder / "weights" / "base_losses.safetensors"
     before = read_vector(path, "losses") if path.exists() else losses
     # A keep file makes the run's own lower level smaller than all rows: nothing to compare.
@@ -191,7 +217,7 @@ def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
         values |= mean_losses(tuned, lengths, name) | {
             f"base/{k}": v for k, v in mean_losses(base, lengths, name).items()}
         if name == "lower_original":
-            check_base(run, base)
+            check_base(run, base, values[name])
         cells.append([name, len(part), *(values[f"{a}{name}{b}"] for b in ("", "_per_token")
                                          for a in ("base/", ""))])
         lines += [{"set": name, "row_id": i, "hash": h, "base_loss": b, "loss": t, "length": n}

@@ -28,15 +28,17 @@ def rerank(rows, source, by):
 
 
 def rethreshold(source, fraction, out=None, by="weight"):
-    """Write kept.jsonl: the best `fraction` of a ranking file (or a run's), best row first.
+    """Write the best `fraction` of a run's ranking, or of a file's, best row first.
 
-    by: "weight" keeps the file's own ranks, else see `rerank`. Returns one line: how many rows are
-    kept, and of every known kind of fault the share dropped.
+    out: kept.jsonl in the run, NAME.kept.jsonl beside another NAME.jsonl. by: "weight" keeps the
+    file's own ranks, else see `rerank`. Returns one line: how many rows are kept, and of every
+    known kind of fault the share dropped.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
     source = ranking_of(source)
-    out = Path(out) if out else source.with_name("kept.jsonl")
+    out = Path(out) if out else source.with_name(
+        "kept.jsonl" if source.name == "weights.jsonl" else f"{source.stem}.kept.jsonl")
     rows = read_ranking(source)
     if out.is_dir() or (out.exists() and out.samefile(source)):
         raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")

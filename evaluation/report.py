@@ -29,6 +29,7 @@ from ranking import REASONS
 from utils import UserError
 
 TEXT = 700     # characters of a prompt or an answer that are shown
+MARK = b"<!-- made by eval.py report, which replaces this file -->\n\n"
 EXAMPLES = 6   # rows shown at each end of the ranking
 STYLE = (Path(__file__).parent / "report.css").read_text()
 RECOMMENDED = {"refined": "recommended", "undecided": "undecided", "original": "keep the original"}
@@ -269,13 +270,12 @@ def write_report(runs, out):
         raise UserError(f"--out {out}: the tables are written to a .md file beside the page; name "
                         f"the page, such as {out.with_suffix('.html')}")
     tables = out.with_suffix(".md")
-    head = tables.read_bytes()[:3] if tables.is_file() else b""
-    if head and not head.startswith((b"|", b"## ")):  # as `report_markdown` begins
+    if tables.is_file() and not (tables.read_bytes() or MARK).startswith(MARK):
         raise UserError(f"--out {out}: the tables would replace {tables}; choose another name")
     for path in (out, tables):
         check_output(path, *(run.folder for run in runs))
     check_same_data(runs)
-    text, markdown = plain(page(runs)), report_markdown(runs)
+    text, markdown = plain(page(runs)), MARK.decode() + report_markdown(runs)
     utils.write_atomic(out, text)
     utils.write_atomic(tables, markdown)
     return f"report: {out} ({len(text.encode()) / 2**20:.1f} MiB), tables: {tables}"

@@ -72,6 +72,8 @@ def kept_table(args):
             plan[file] = command
             files.setdefault(name, []).append(file)
     if args.list:
+        print("# TOKENS and the --keep files come of the runs on all rows: `python -m paper kept` "
+              "itself makes them")
         print("\n".join(f"python {command}" for command in plan.values()))
         return
     run_all(plan, args.workers)

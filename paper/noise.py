@@ -306,7 +306,6 @@ def noise_table(args):
         print(f"{stored}: finished; remove it to make the table again")
         show_noise(stored, list(json.loads(stored.read_text())["results"].values())[-1])
         return
-    write_maker(folder / "command.json", args.command)
     parts, labels, trusted, losses, scorer = measure(args, given, folder, plan, halves)
     results = {half: {} for half in halves}
     for (half, name, share), own in tqdm(labels.items()):
@@ -370,6 +369,7 @@ def measure(args, given, folder, plan, halves):
         raise UserError(f"noise: {few} rows of one half can have every fault, fewer than {FEWEST}; "
                         f"{len(rows[rarest])} of {len(good)} rows can be {rarest}: give others, or "
                         "more --rows")
+    write_maker(folder / "command.json", args.command)
     names = {kind: kind.replace(" ", "_") for kind in rows}
     tokens = {kind: saved_rows(folder, names[kind], [row for _, row in own], scorer)
               for kind, own in rows.items()}

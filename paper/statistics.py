@@ -78,6 +78,8 @@ def by_chance(verdicts):
 
 def print_claims(claims, what):
     """The claims as a table, and what chance would do; what: the unit of the difference."""
+    if not claims:
+        return
     header = ["difference in " + what if name == "difference" else name for name in CLAIM_COLUMNS]
     print("\n" + table(header, claims))
     print(by_chance([row[1] for row in claims]))

@@ -38,10 +38,9 @@ def environment(device, dtype):
 
     return {"torch": torch.__version__, "transformers": transformers.__version__,
             "peft": peft.__version__, "numpy": np.__version__, "threads": torch.get_num_threads(),
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."), "processes": world_size(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability(),
-            "processes": world_size()}
+            "machine": platform.machine(), "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
 def fingerprint(tensors):
@@ -95,6 +94,8 @@ def _open_run(out, config, resume, free_to_change):
                         "--out") from None
     _lock_run(out)
     begun = file.exists()
+    if resume and not begun:
+        print(f"--resume: there is no run in {out} yet; a new one begins")
     if begun and not resume:
         raise UserError(f"{out}: already holds a run; continue it with --resume or choose another "
                         "--out")

@@ -504,6 +504,29 @@ def test_the_first_way_beyond_its_threshold_wins():
     json.dumps([found, shut], allow_nan=False)
 
 
+def test_only_the_control_draws_by_chance(monkeypatch):
+    """Eleven of twenty margins reach the threshold: the rule takes these, each refresh of the
+    control as many others."""
+    rows = rows_of(20)
+    run = SimpleNamespace(
+        levels=SimpleNamespace(lower=rows), ends={0}, searched={"found": {}}, model=None,
+        text_of=words, context=128, tested=lambda places: {"reason": [None] * len(places)})
+    for name, made in (("as_rows", rows), ("open_gates", OPEN), ("attempts", [
+            {"search": answer(-n / 10, n, 0)} for n in range(20)])):
+        monkeypatch.setattr(accept, name, lambda *rest, made=made: made)
+
+    def places(refine, number, seed=0):
+        run.args = SimpleNamespace(refine=refine, seed=seed)
+        made, metrics = accept.repair(run, [*range(20)], {}, number, write=False)
+        assert (metrics["accepted/search"], metrics["dropped"]) == (11, 9)
+        assert all(one["why"].startswith("drawn") == (refine == "random") for one in made)
+        return [n for n, one in enumerate(made) if one["way"] == "search"]
+
+    assert places("accept", 0) == places("accept", 1) == [*range(11)]
+    drawn = [places("random", *which) for which in ((0,), (0,), (1,), (0, 1))]
+    assert drawn[0] == drawn[1] and len({*map(tuple, drawn), tuple(range(11))}) == 4
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_control_accepts_as_many_of_each_way_at_random(seed):
     """Also where the ways overlap; never what is no answer; other rows than the rule's."""
@@ -527,6 +550,94 @@ def test_the_control_accepts_as_many_of_each_way_at_random(seed):
                 assert made["margin"] == ways[made["way"]]["margin"] > NEVER
                 assert made["weight"] == OPEN[made["way"]]["weight"]
     assert sum(a["way"] != b["way"] for a, b in zip(rule, drawn[0], strict=True)) > 5
+
+
+# --- a run, piece by piece ------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("given", "places"), [(None, [1, 2]), ([True, False] * 2, [0, 1, 2])])
+def test_which_rows_are_searched_for(monkeypatch, given, places):
+    """Answers of another question, unclear ones, and what a file masks, unless it is cut."""
+    monkeypatch.setattr(accept, "search_once", lambda run, suspects: suspects)
+    run = SimpleNamespace(tokenizer=make_tokenizer(), num_rows=4, step=1, given_mask=given and
+                          torch.tensor(given), tested=lambda places: {
+                              "reason": [None, "relevance", "unclear", "end"]})
+    accept.prepare(run, {"end_ids": {0}})
+    assert run.searched == places
+    run.given_mask = torch.tensor([False] * 3 + [True])
+    accept.prepare(run, {"end_ids": {0}})
+    assert run.searched == [1, 2]
+
+
+def test_a_search_counts_the_rows_for_which_nothing_is_found(monkeypatch, tmp_path):
+    """Half of twenty are found as if their answer were there: 50 % less an error of
+    sqrt(0.25 / 20)."""
+    rows, found = puzzle(20), [(n, 3.0) if n < 10 else (None, NEVER) for n in range(20)]
+    trial = [3.0, 0.0] * 16, [True, False] * 16, [NEVER] * 16
+    for name, made in (("as_rows", None), ("blank_prompt", [3]), ("search", found),
+                       ("trial_search", trial)):
+        monkeypatch.setattr(accept, name, lambda part, *rest, made=made: made or part)
+    run = SimpleNamespace(out=tmp_path, ends={0}, levels=SimpleNamespace(lower=rows), model=None,
+                          trusted=[puzzle(16)] * 2, context=99)
+    saved = accept.search_once(run, [*range(20)])
+    assert saved["present"] == pytest.approx(0.5 - math.sqrt(0.25 / 20))
+    assert saved["found"] == {n: {"tokens": [100 + n, 2, 0], "source": n, "margin": 3.0}
+                              for n in range(10)}
+
+
+def test_a_trial_of_writing_has_room_for_a_start_and_an_answer(monkeypatch):
+    """Each of at most CLOSED tokens; a way that no row needs is not tried."""
+    monkeypatch.setattr(accept, "as_rows", lambda part, ends: part)
+    monkeypatch.setattr(accept, "gate", lambda *trials: trials)
+    monkeypatch.setattr(accept, "trial_written", lambda model, part, *rest: part)
+    rows = [{"prompt": [5] * count} for count in (63, 64, 65)]
+    run = SimpleNamespace(searched={"trials": [1, 2], "present": 0.5}, fresh=[rows, rows[1:]],
+                          ends={0}, context=64 + 2 * accept.CLOSED, model=None, text_of=words,
+                          args=SimpleNamespace(seed=0))
+    assert accept.open_gates(run, {}, ["continue"]) == {
+        "search": (1, 2, 0.5), "continue": (rows[:2], rows[1:2]), "generate": (None, None)}
+
+
+def test_a_held_out_question_that_trains_on_either_level_is_no_trial():
+    upper, lower, held = (Dataset.from_list([
+        {"row_id": n, "prompt_hash": str(n)} for n in range(*ends)])
+        for ends in ((0, 40), (70, 99), (35, 75)))
+    run = SimpleNamespace(
+        levels=SimpleNamespace(upper=upper, lower=lower, upper_heldout=held),
+        args=SimpleNamespace(refine="accept", upper_loss="sft", num_answers=1))
+    accept.split_trusted(run)
+    assert [*map(len, run.fresh)] == [15, 15]
+    assert {row_id for part in run.fresh for row_id in part["row_id"]} == {*range(40, 70)}
+
+
+def test_what_a_refresh_trains_on(monkeypatch):
+    """A found answer by its precision, a cut one without an end, nothing of a dropped row; for
+    training nothing is written."""
+    made = [{"way": way, "tokens": tokens, "weight": weight} for way, tokens, weight in (
+        ("search", [9, 0], 0.9), (None, None, None), ("prefix", [6], 1.0))]
+    monkeypatch.setattr(accept, "repair", lambda *rest, write: (made, {"written": write}))
+    lower = [batches.answer_row([5], [6, 0])] * 3
+    accepted, metrics = accept.accepted_answers(SimpleNamespace(lower=lower), [0, 1, 2], {}, 0)
+    assert accepted == {0: (batches.answer_row([5], [9, 0]), 0.9),
+                        2: (batches.answer_row([5], [6]), 1.0)}
+    assert metrics["answers"] == 2 and not metrics["written"]
+
+
+def test_what_the_gates_say(capsys):
+    """A table, why a way is closed, and what is best done."""
+    gates = {way: own | {"rows": 20, "right": 0.5, "coverage": 0.4, "precision": 0.9, "false": 0.02,
+                         "false_bound": 0.06} for way, own in OPEN.items()}
+    accept.print_gates(gates, 0.3)
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][2:] == ["right if all taken", "accepted", "of these right",
+                            "good answers replaced", "at most"]
+    assert lines[2] == ["search", "20", "50%", "40%", "90%", "2%", "6%"]
+    assert lines[5][0].startswith("search: at least about 30% of the suspect rows")
+    for shut, words in (((), None), (accept.WAYS, "--refine drop costs less"),
+                        (("search",), "the others are for the curated set alone")):
+        accept.print_gates(gates | {way: SHUT[way] | {"rows": 0} for way in shut}, None)
+        text = capsys.readouterr().out
+        assert words in text if words else "advice" not in text
+        assert text.count(": closed, no") == len(shut)
 
 
 # --- whole runs -----------------------------------------------------------------------------------

@@ -187,6 +187,26 @@ def test_trusted_prompts_without_room_for_an_answer_are_left_out(calibration):
     assert calibration([0.5] * 60, prompt=55)[1][0][0] == 60
 
 
+def test_an_answer_without_text_is_not_recommended(monkeypatch):
+    """Spaces are complete, and not empty as tokens."""
+    tokenizer = make_tokenizer()
+    written = [([*tokenizer(text)["input_ids"], 0], True) for text in ("  ", "red stone")]
+    for name, made in (("greedy", written), ("calibrate", (0.5, 0.0)), ("blank_prompt", [3]),
+                       ("row_losses", (torch.tensor([1.0, 2.0]), torch.tensor([3, 4])))):
+        monkeypatch.setattr(curate, name, lambda *rest, made=made: made)
+    scores = iter([torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0])])
+    monkeypatch.setattr(curate, "scores", lambda *rest: next(scores))
+    run = SimpleNamespace(model=None, tokenizer=tokenizer, args=SimpleNamespace(template=None),
+                          levels=SimpleNamespace(lower=[batches.answer_row([5], [6, 0])] * 2,
+                                                 upper_heldout=None))
+    refined, metrics = curate.refine(run, [0, 1], {})
+    assert refined == {0: {"refined": "", "recommended": "original", "margin": 1.0,
+                           "refined_logp": -3.0},
+                       1: {"refined": "red stone", "recommended": "refined", "margin": 1.0,
+                           "refined_logp": -8.0}}
+    assert metrics == {"refined/threshold": 0.5, "refined/false_replacement": 0.0}
+
+
 # --- the curated file -----------------------------------------------------------------------------
 
 @pytest.fixture
@@ -302,16 +322,19 @@ def test_controls_write_a_curated_set_too(online, files, control):
 
 
 def test_labels_travel_with_the_rows(online, files, tmp_path):
-    paths, source = files(upper=6), make_rows(9, seed=13)
+    paths, source = files(upper=6), make_rows(18, seed=13)
     for number, row in enumerate(source):
         row |= {"bad": number % 3 == 0, "kind": "cut" if number % 3 == 0 else "clean"}
     paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    run = online(paths, batch=9, epochs=1)
+    run = online(paths, batch=18, epochs=1, omega_lr=20, ratio_masked=0.5)
     for entry in run.curated:
         assert list(entry) == [*COLUMNS, "bad", "kind"]
         assert (entry["bad"], entry["kind"]) == (source[entry["row_id"]]["bad"],
                                                  source[entry["row_id"]]["kind"])
-    assert "weight_unmasked/auroc" in run.result
+    judged = [entry for entry in run.weights if not entry["masked"]]
+    pairs = [good["weight"] > bad["weight"] for good in judged for bad in judged
+             if bad["bad"] and not good["bad"]]
+    assert pairs and run.result["weight_unmasked/auroc"] == pytest.approx(sum(pairs) / len(pairs))
 
 
 def test_both_rankings_feed_keep(online, train, files):

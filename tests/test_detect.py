@@ -452,7 +452,7 @@ def test_a_row_unlike_any_made_fault_is_not_flagged():
     assert flagged.tolist() == [False] * 99 + [True] and score[98] > score[0]
     assert detect.judge(surprising, found)[1].tolist() == [False] * 98 + [True, True]
     found["end"][99] = math.nan
-    assert not detect.plausible("end", found, made)[99]
+    assert not detect.plausible("end", found, made)[99] and detect.plausible("end", found)[99]
 
 
 def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():

@@ -95,6 +95,10 @@ def test_the_sampler_is_the_inverse_of_the_cumulative_distribution():
         expected = int((p.cumsum(0) <= u).sum())
         assert (chosen == 0).nonzero().item() == min(expected, 4)
         assert (chosen == -torch.inf).sum() == 5
+    for count in range(2, 300):  # some sums of the probabilities fall short of this u by rounding
+        last = torch.tensor([[0.0] * count + [-torch.inf]])
+        sampler = module._SeededSampler(torch.tensor([[1 - 2**-24]]), 0, 1.0)
+        assert sampler(torch.zeros(1, 0, dtype=torch.long), last)[0].argmax() == count - 1
     exact = torch.tensor([[0.0] * 8])  # an edge of the steps: u = 1/8 is the second token's
     sampler = module._SeededSampler(torch.tensor([[0.125]]), 0, 1.0)
     assert sampler(torch.zeros(1, 0, dtype=torch.long), exact)[0].argmax() == 1

@@ -49,7 +49,7 @@ def test_ranking_metrics_by_hand():
     #          good  cut  other  good  cut   good
     scores = [0.9, 0.1, 0.5, 0.3, 0.2, 0.8]
     bad = [False, True, True, False, True, False]
-    kinds = ["clean", "cut", "other", "clean", "cut", "clean"]
+    kinds = ["cut", "cut", "other", "clean", "cut", "clean"]  # of a good row it says nothing
     metrics = ranking_metrics(scores, bad, kinds)
     assert metrics == {
         "auroc": pytest.approx(8 / 9),           # all pairs but (0.3 good, 0.5 other)
@@ -193,6 +193,14 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path):
             continue
         with pytest.raises(UserError, match="row 2: row_id 1 is kept in one line and not in"):
             kept_by(rows, file)
+
+
+def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
+    rows = datasets.Dataset.from_list([{"row_id": i, "hash": f"{i}"} for i in range(4)])
+    file = write_rows(tmp_path / "ranking.jsonl", [
+        {"row_id": i, "hash": f"{i}", "rank": i, "kept": i == 1} for i in (1, 2)])
+    assert ranking.rows_not_kept(rows, file).tolist() == [False, False, True, False]
+    assert "2 of the 4 lower rows are not in" in capsys.readouterr().out
 
 
 def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):

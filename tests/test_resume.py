@@ -105,7 +105,8 @@ def stop_at(monkeypatch):
 
 @pytest.mark.parametrize("options", [
     {"omega_optimizer": "adam", "omega_lr": 0.05, "center": True, "schedule": "cosine"},
-    {"omega_lr": 5, "omega_loss": "current", "gradient_checkpointing": True},
+    {"omega_lr": 5, "omega_loss": "current", "gradient_checkpointing": True,
+     "omega_start": "tests"},
     {"omega_lr": 5, "correction": 0.5},
     {"method": "mix", "rho": 0.4},
     {"method": "sft", "skip_scores": True},

@@ -447,10 +447,13 @@ def test_keep_reads_a_ranking_that_a_run_wrote(train, files):
     paths = files(lower=15, upper=6)
     first = train(paths, out="first", batch=8, epochs=1, keep_fraction=0.6)
     second = train(paths, out="second", method="sft", keep=first.out / "weights.jsonl", batch=8,
-                   epochs=1)
+                   epochs=1, lr=0)
     kept = {(entry["row_id"], entry["hash"]) for entry in first.weights if entry["kept"]}
     assert len(kept) == 9
     assert {(entry["row_id"], entry["hash"]) for entry in second.weights} == kept
+    for key, count in (("lower_original", 15), ("lower_kept", 9)):  # its model is the base
+        losses = [entry["base_loss"] for entry in first.weights[:count]]
+        assert second.result[key] == pytest.approx(sum(losses) / count, rel=1e-4), key
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 23, 100])
@@ -885,6 +888,9 @@ def test_the_memory_estimate_is_what_backward_keeps(made, dtype):
     assert (whole := activations()) == pytest.approx(sum(n for n, _ in saved.values()), rel=0.25)
     args.gradient_checkpointing = True
     assert activations() < whole / 2
+    alone, args.merge = session.memory_and_disk(args, base.config, 50, 9).disk, True
+    assert session.memory_and_disk(args, base.config, 50, 9).disk - alone == sum(
+        p.numel() * p.itemsize for name, p in base.named_parameters() if "lora_" not in name)
 
 
 def test_a_rate_at_which_the_order_of_reading_decides_is_named(train, files):
@@ -896,7 +902,7 @@ def test_a_rate_at_which_the_order_of_reading_decides_is_named(train, files):
         return re.findall(r"warning: --omega-lr .*", text)
 
     assert warned() == [
-        "warning: --omega-lr 10: one reading takes up to 2.5 x its loss off a row's omega, so rows "
+        "warning: --omega-lr 10: one reading takes about 2.5 x its loss off a row's omega, so rows "
         "not yet read will hold all the weight; lower it, for instance to 0.4"]
     assert warned(rho_start=0.4, epochs=2) == warned()  # the last epoch decides
     for given in ({"rho_start": 0.1}, {"omega_optimizer": "adam"}, {"correction": 0.9},

@@ -509,8 +509,8 @@ def test_a_model_that_only_ends(online, files, tmp_path):
 
 def test_answers_carry_no_end_when_they_are_cut(online, files, spied):
     """A cut answer trains without an end token; a complete one ends in it; prompts are kept."""
-    online(files(lower=16, upper=6), batch=8, epochs=2, ratio_masked=1.0, num_answers=4,
-           max_new_tokens=30, temperature=1.5)
+    run = online(files(lower=16, upper=6), batch=8, epochs=2, ratio_masked=1.0, num_answers=4,
+                 max_new_tokens=30, temperature=1.5)
     complete, rows = 0, []
     for (_, made), written in zip(spied.answers, spied.written, strict=True):
         rows = [row for answers in made.values() for row in answers.rows]
@@ -520,6 +520,11 @@ def test_answers_carry_no_end_when_they_are_cut(online, files, spied):
             assert drawn.count(0) == (drawn[-1] == 0) == done and (done or len(drawn) == 30)
             complete += done
     assert 0 < complete < len(rows) * len(spied.answers)
+    (step, *_), (written, *_) = run.metrics, spied.written  # what the log says of them
+    sizes = [len(tokens) for tokens, _ in written]
+    assert step["answer_length"] == pytest.approx(sum(sizes) / len(sizes))
+    assert step["answers_complete"] == pytest.approx(sum(done for _, done in written) / len(sizes))
+    assert step["answers_empty"] == pytest.approx(sizes.count(1) / len(sizes))
 
 
 def test_every_refresh_draws_new_answers_and_a_run_repeats(online, files, spied):

@@ -2,14 +2,17 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_rows, read_rows, write_rows
+from conftest import make_rows, make_tokenizer, read_rows, write_rows
+from datasets import Dataset
 
 import detect
 import models
 import ranking
+from baselines.tests import print_look, score_by_tests
 from batches import row_losses
 from data import tokens
 from utils import UserError
@@ -148,6 +151,33 @@ def test_who_is_flagged():
     assert ranking.bad_rows_line([None] * 3) == "None of 3 rows looks bad."
 
 
+def test_the_worst_rows_of_each_reason_are_shown(capsys):
+    """Three at most; on the terminal the worst, the end of an answer that is cut short."""
+    end, echo = map([*ranking.REASONS].index, ("end", "echo"))
+    rows = Dataset.from_list([{"row_id": n, "prompt": "why?", "response": "so " * 99 + f"stop {n}"}
+                              for n in range(10)])
+    look = ranking.first_look({
+        "reason": torch.tensor([end] * 5 + [-1] * 4 + [echo]), "length": torch.full((10,), 30),
+        "surprise": torch.arange(10).double()}, ["a note"], rows)
+    assert [row["row_id"] for row in look["worst"]] == [9, 4, 3, 2]
+    assert look["groups"] == [["medium", 10, 6], ["mostly ASCII", 10, 6], ["no code", 10, 6]]
+    print_look(look)
+    text = capsys.readouterr().out
+    assert "stop 4" in text and "stop 3" not in text and "stop 9" not in text
+    assert text.count("0.6000") == 3 and text.startswith("note: a note\n6 of 10 rows look bad")
+
+
+def test_a_flagged_row_comes_after_one_as_surprising(monkeypatch):
+    """No other row is more surprising than the least of the flagged ones, but as much."""
+    tests = {"reason": torch.tensor([3, -1, -1]), "loss": torch.zeros(3), "length": torch.ones(3),
+             "surprise": torch.tensor([2.0, 2.0, 1.0]).double()}
+    monkeypatch.setattr(ranking, "row_tests", lambda *rest: (tests, []))
+    monkeypatch.setattr(ranking, "first_look", lambda *rest: None)
+    monkeypatch.setattr("baselines.tests.print_look", lambda look: None)
+    scores, *_ = score_by_tests(None, make_tokenizer(), SimpleNamespace(lower=[], upper=None), 0)
+    assert ranking.rank_rows(scores).tolist() == [3, 2, 1]
+
+
 def test_bad_input(rank, folders, faulty, refused):
     from baselines.__main__ import main
 
@@ -164,9 +194,13 @@ def test_too_few_trusted_rows_are_named(rank, folders, faulty, files):
                 in made.text) == (count < 20)
 
 
-def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files):
-    upper = files(lower=1, upper=30)["upper"]
+def test_training_keeps_the_tests_beside_the_base_losses(train, faulty, files, monkeypatch):
+    upper, given, guide = files(lower=1, upper=30)["upper"], [], ranking.with_guidance
+    monkeypatch.setattr(ranking, "with_guidance", lambda *rest: given.append(rest) or guide(*rest))
     run = train({"lower": faulty, "upper": upper}, epochs=1, batch=8)
+    ((_, _, (gaps, _)),) = given
+    assert gaps.mean().item() == pytest.approx(
+        run.result["upper_heldout"] - run.result["base/upper_heldout"], abs=1e-5)
     assert {"reason", "surprise", "end"} <= set(run.weights[0])
     look = json.loads((run.out / "tests.json").read_text())
     reasons = [row["reason"] for row in run.weights]
@@ -218,6 +252,7 @@ def test_guidance_flags_rows_that_training_made_less_likely_than_trusted_ones():
         after = guided(seed, faults=100)
         assert after["reason"][:95].tolist() == [place] * 95
         assert after["reason"][95:105].tolist() == [2] * 10
+        assert after["surprise"][:95].min() > 0  # it was below -2
         wrong += int((after["reason"][105:] == place).sum())
         flagged = after["reason"] >= 0
         assert after["surprise"][flagged].min() >= after["surprise"][~flagged].max()

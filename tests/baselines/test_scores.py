@@ -89,6 +89,12 @@ def test_ifd_orders():
     assert order == {"aligned": [0, 4, 2, 3, 1], "hard": [2, 4, 0, 3, 1]}
 
 
+def test_equal_losses_are_equally_surprising():
+    """-ln of the share at or above."""
+    found = scores.rank_surprise(torch.tensor([2.0, 1.0, 3.0, 2.0]))
+    assert found.exp().tolist() == pytest.approx([4 / 3, 1, 4, 4 / 3])
+
+
 def test_length_counts_characters_and_random_is_seeded(rank, files):
     files = files(lower=50)
     length = rank("length", files)

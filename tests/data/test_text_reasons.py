@@ -128,7 +128,7 @@ def test_letters_are_words_where_a_script_has_no_spaces():
     ("Paris.<|im_start|>user\nAnd of Spain?", True), ("[INST] A river? [/INST] The Rhine", True),
     ("User: Hello\nBot: Hi\nUser: A table for two.", False), ("Q: Why?\nA: So.\nQ: How?", False),
     ("services:\n  web:\n    user: root", False), ("Mix.\n\nInstructions:\n1. Bake", False),
-    ("Ask the user: is it on?", False),
+    ("Ask the user: is it on?", False), ("So it is.\nAnswer: Paris\nUser: Bob", False),
     ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
     ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True), ("x\nInput: y\nOutput: z", False),
     ("Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes", False),

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -347,6 +348,19 @@ def test_pairs_that_differ_in_an_end_marker_only_are_equal(tokenizer, tmp_path):
     assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0, 2]
 
 
+def test_pairs_that_differ_behind_the_cut_only_are_equal(tokenizer, tmp_path):
+    """Three of the four long answers are cut: both sides' are counted."""
+    long = " ".join(["red"] * 40)
+    rows = [{"prompt": "a", "chosen": "yes", "rejected": long},
+            {"prompt": "b", "chosen": long + " yes", "rejected": long + " no"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made, report = sets.load_pairs(tmp_path / "x.jsonl", tokenizer, max_length=30,
+                                   cache_dir=tmp_path / "cache")
+    assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0]
+    assert sets.left_out(report) == ", dropped {'equal': 1}, 3 responses cut"
+    assert len(sets.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "c2")[0]) == 2
+
+
 def test_a_pair_of_answers_to_two_questions_is_none(tokenizer, tmp_path):
     rows = [{"chosen": f"\n\nHuman: {asked}\n\nAssistant: yes", "rejected":
              f"\n\nHuman: {other}\n\nAssistant: no"} for asked, other in (("a", "a"), ("b", "c"))]
@@ -380,6 +394,9 @@ def test_an_answer_of_weight_0_is_read_and_not_trained_on(load, tokenizer):
         rows, _ = load([{"messages": last}], turns=turns)
         assert shown(rows, tokenizer) == "User: a?\nAssistant:⟦ b<eos>⟧"
         assert (rows[0]["prompt"], rows[0]["response"]) == ("a?", "b")
+    for weight in (0.5, 2, -1, "0", [1]):
+        with pytest.raises(UserError, match=r"message 1 has the weight .+ must be 0 or 1"):
+            load([{"messages": [CHAT[0], CHAT[1] | {"weight": weight}]}])
     _, report = load([{"messages": CHAT}, {"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}])
     assert report["dropped"]["no_assistant_turn"] == [1]
 
@@ -399,7 +416,7 @@ def test_rows_without_a_label_are_counted(load):
     row = {"prompt": "a", "response": "b"}
     rows, report = load([row | {"bad": True}, row | {"bad": None}, row, row | {"bad": ""}])
     assert list(rows["bad"]) == [True, False, False, False]
-    assert sets.left_out(report) == ", 3 without a label count as good"
+    assert sets.left_out(report) == ", 1 labelled bad, 3 without a label count as good"
     assert sets.left_out(load([row])[1]) == ""
 
 
@@ -509,6 +526,9 @@ def test_bad_and_kind_pass_through(load, tmp_path):
                     {"prompt": "a", "response": "d"}])
     assert list(rows["bad"]) == [True, False, False] and rows[0]["kind"] == "swapped"
     assert "bad" not in load(pairs(("a", "b")))[0].column_names
+    rows, _ = load([{"prompt": "a", "response": f"{n}", "bad": bad} for n, bad in enumerate(
+        ("1", "TRUE", 1, "0", "False", 0))])  # as spreadsheets write them
+    assert list(rows["bad"]) == [True] * 3 + [False] * 3
     late = pairs(*[(f"p{n}", "r") for n in range(8)])
     for number in range(4, 8):
         late[number] |= {"bad": True} | ({"kind": "cut"} if number == 7 else {})
@@ -632,6 +652,16 @@ def test_folder_of_files(load, tmp_path, capsys):
     capsys.readouterr()
     assert len(load("other")[0]) == 1
     assert "other: reads 1 of 3 files, not B.JSONL, testing.jsonl\n" in capsys.readouterr().out
+
+
+def test_what_is_not_read_in_a_folder_is_named(load, tmp_path, capsys):
+    """Another format, and a folder behind a link, which may lead back to its own parent."""
+    (tmp_path / "set" / ".cache").mkdir(parents=True)
+    for name in ("a.jsonl", "b.ndjson", ".cache/c.jsonl"):
+        (tmp_path / "set" / name).write_text(GOOD)
+    (tmp_path / "set" / "more").symlink_to(tmp_path / "set")
+    assert len(load("set")[0]) == 1
+    assert "set: reads 1 of 3 files, not b.ndjson, more\n" in capsys.readouterr().out
 
 
 def test_a_split_behind_a_file_is_refused(load, tmp_path):
@@ -767,6 +797,47 @@ def test_prompt_overlap(load, tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "b.jsonl").write_text(json.dumps({"question": "two words", "response": "y"}))
     assert sets.prompt_overlap(a, load("b")[0]) == [1]
+    for name, word in (("composed", "caf\u00e9"), ("decomposed", "cafe\u0301")):  # one text
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": word, "response": name}))
+    one, two = (load(f"{name}.jsonl")[0] for name in ("composed", "decomposed"))
+    assert sets.prompt_overlap(one, two) == [0] and one["hash"][0] != two["hash"][0]
+
+
+@pytest.fixture
+def hashed():
+    """hashed(count, name): rows of as many questions, an end token each."""
+    return lambda count, name: datasets.Dataset.from_dict({
+        "row_id": range(count), "prompt_hash": [f"{name} {n}" for n in range(count)],
+        "input_ids": [[1]] * count})
+
+
+@pytest.mark.parametrize(("trusted", "held_out"), [(5, 1), (40, 4), (6000, 500)])
+def test_a_tenth_is_held_out_and_the_seed_is_the_runs(monkeypatch, tmp_path, hashed, trusted,
+                                                      held_out):
+    asked, held = [], []
+    monkeypatch.setattr(sets, "load_rows", lambda count, tokenizer, *, name, seed, limit, **_: (
+        asked.append((name, seed, limit)) or hashed(count, name), {}))
+    for seed in (3, 3, 4):
+        levels = sets.load_levels(SimpleNamespace(
+            toy=False, lower=3, upper=trusted, upper_heldout=None, lower_heldout=2, lower_limit=7,
+            lower_columns=None, upper_columns=None, template=None, turns="last", max_length=9,
+            upper_loss="sft", cache_dir=tmp_path, allow_overlap=False, seed=seed), None, 9)
+        held.append(levels.upper_heldout["row_id"][:])
+        assert len(held[-1]) == held_out and len(levels.upper) == trusted - held_out
+    assert held[0] == held[1] != held[2]
+    assert asked[-3:] == [("lower", 4, 7), ("upper", 4, None), ("lower_heldout", 4, None)]
+
+
+@pytest.mark.parametrize("level", ["lower", "upper"])
+@pytest.mark.parametrize("held_out", ["upper_heldout", "lower_heldout"])
+def test_held_out_questions_train_on_no_level(hashed, level, held_out):
+    levels = {name: hashed(2, name) for name in ("lower", "upper", "upper_heldout",
+                                                 "lower_heldout")}
+    sets.check_overlap(levels, False)
+    levels[held_out] = levels[level]
+    with pytest.raises(UserError, match=f"2 {level} rows have .* held out in {held_out}"):
+        sets.check_overlap(levels, False)
+    sets.check_overlap(levels, True)
 
 
 def test_permutation():
@@ -788,6 +859,18 @@ def test_check_lengths(load):
     sets.check_lengths(rows, int(lengths.max()), "lower")
     with pytest.raises(UserError, match=r"lower: 1 rows .*first: row_id 2\); pass --max-length"):
         sets.check_lengths(rows, int(lengths.max()) - 1, "lower")
+
+
+def test_check_vocabulary(load):
+    """Ids count from zero."""
+    rows, _ = load(pairs(("a", "b")))
+    config, largest = SimpleNamespace(), max(rows[0]["input_ids"])
+    config.get_text_config = lambda: SimpleNamespace(vocab_size=size)
+    size = largest + 1
+    sets.check_vocabulary({"lower": rows}, config)
+    size = largest
+    with pytest.raises(UserError, match=f"lower: .* token {largest}, .* has {largest} tokens"):
+        sets.check_vocabulary({"lower": rows}, config)
 
 
 # ------------------------------------------------------------------------------ batches

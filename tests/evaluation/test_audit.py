@@ -84,7 +84,8 @@ def audited(files, capsys, *words):
 def test_scripted_verdicts(files, capsys, monkeypatch, tmp_path):
     rows, flagged, total = audit.drawn_rows(files[0], 8, 0)
     assert (len(rows), flagged, total) == (16, 10, 50)
-    assert [row["flagged"] for row in rows] != sorted(row["flagged"] for row in rows)
+    order = [row["flagged"] for row in rows]
+    assert sorted(order) not in (order, order[::-1])
     lines = []
     for number, row in enumerate(r for r in rows if True):
         lines.append("y" if row["flagged"] and number % 2 else "n")

@@ -114,7 +114,8 @@ def test_rows_edited_in_place_are_other_data(tmp_path, refused):
     front.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),
                      kept])
     other_seed = run("other", 1, {"upper_heldout": "z"})
-    for runs in ((first, edited), (other_seed, first, edited)):
+    both = run("both", data={"lower": "x", "upper_heldout": "x"}, keep="k")
+    for runs in ((first, edited), (other_seed, first, edited), (first, both)):
         line = refused(lambda r=runs: front.main(["compare", *r]))
         assert "different data (the rows of upper_heldout changed between them)" in line
     assert "of lower changed" in refused(lambda: front.main(

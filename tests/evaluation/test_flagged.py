@@ -11,7 +11,7 @@ from evaluation.runs import Run
 from utils import UserError
 
 LOOK = {"line": "3 of 40 rows look bad: 2 cut short, 1 copying the question.",
-        "notes": ["ends are judged"], "groups": [["short", 10, 3], ["code", 0, 0]],
+        "notes": ["ends are judged"], "groups": [["short", 8, 3], ["code", 0, 0]],
         "worst": [{"row_id": 7, "reason": "end", "prompt": "why?", "response": "because of",
                    "surprise": 9.5},
                   {"row_id": 8, "reason": "echo", "prompt": HOSTILE, "response": HOSTILE,
@@ -29,7 +29,7 @@ def test_a_page_opens_with_the_rows_that_look_bad(run):
     html = page([run])
     assert html.index(LOOK["line"]) < html.index('class="verdict') < html.index("Rows that look")
     assert html.index("because of") < html.index("<h2>Curves")
-    assert "cut short: the worst 1" in html and "30.0" not in html and "0.3000" in html
+    assert "cut short: the worst 1" in html and "37.5" not in html and "0.3750" in html
     assert "<script>" not in html and "surprise 9.500" in html
 
 

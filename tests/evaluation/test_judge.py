@@ -241,6 +241,19 @@ def test_a_question_waits_so_long_in_all(serve, monkeypatch):
     assert len(server.asked) == 1 + 6
 
 
+def test_a_wait_is_twice_as_long_each_time(monkeypatch):
+    """And a little more, for all threads not to come back at one time."""
+    endpoint, waits = judge.Endpoint("http://x/v1", "j", "key", retries=4, wait=0.5), []
+
+    def trouble(body):
+        raise judge.TryAgain("busy")
+
+    monkeypatch.setattr(endpoint, "ask_once", trouble)
+    monkeypatch.setattr(endpoint.stopped, "wait", waits.append)
+    assert endpoint("A or B?") == (None, "busy") and len(waits) == 4
+    assert all(1 <= pause / (0.5 * 2**n) <= 1.25 for n, pause in enumerate(waits))
+
+
 def pairs(count):
     return [{"instruction": f"question {n}", "output_1": "x", "output_2": "y"} for n in
             range(count)]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import eval as front
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
+from ranking import auroc
 
 
 def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
@@ -19,7 +20,8 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     assert [k.keys() for k in kept] == [{"row_id", "hash", "rank", "kept"}] * 40
     assert {k["row_id"] for k in kept if k["kept"]} == {
         r["row_id"] for r in read_rows(run / "weights.jsonl") if r["rank"] <= 10}
-    assert "kept 10 of 40 rows" in capfd.readouterr().out
+    text = capfd.readouterr().out
+    assert "kept 10 of 40 rows" in text and "cut: 77% of 13 dropped" in text  # ranks 3, 6, 9 stay
     for flags, words in ((["0"], "(0, 1]"), (["1.5"], "(0, 1]"), (["0.001"], "none"),
                          (["0.5", "--out", str(run)], "is the ranking itself or a folder"),
                          (["0.5", "--out", str(run / "weights.jsonl")], "is the ranking itself")):
@@ -34,9 +36,10 @@ def test_keep_counts_what_is_kept_and_checks_ranks(tmp_path, capfd, refused):
     rows = [{"row_id": n, "hash": "h", "rank": rank} for n, rank in enumerate(
         (1, 2, 3, 9, 10, 11, 12, 13))]
     write_rows(path, rows)
-    front.main(["keep", str(path), "--keep-fraction", "0.9"])
+    front.main(["keep", str(path), "--keep-fraction", "0.85"])
     assert "kept 7 of 8 rows" in capfd.readouterr().out
-    assert [row["rank"] for row in read_rows(tmp_path / "kept.jsonl")] == [*range(1, 9)]
+    assert [row["rank"] for row in read_rows(tmp_path / "ranking.kept.jsonl")] == [
+        *range(1, 9)]
     for rank in ("2", None, True):
         write_rows(path, [*rows[:4], rows[4] | {"rank": rank}])
         line = refused(lambda: front.main(["keep", str(path), "--keep-fraction", "0.5"]))
@@ -79,8 +82,11 @@ def test_masked_rows_are_ranked_apart(tmp_path):
     run = fabricate(tmp_path / "run", method="online")
     entries = read_rows(run / "weights.jsonl")
     write_rows(run / "weights.jsonl", [e | {
-        "masked": e["row_id"] < 10, "length": 100 if e["row_id"] < 10 else 1} for e in entries])
-    found = ranking_over_epochs(Run(run))
+        "masked": e["row_id"] < 10, "length": 100 if e["row_id"] < 10 else 1,
+        "bad": e["row_id"] % 2 == 0} for e in entries])
+    found, omega = ranking_over_epochs(Run(run)), Run(run).omegas[2]
+    for row, members in ((found[1], range(10, 40)), (found[3], range(10))):
+        assert row["auroc"] == auroc(omega[[*members]], [n % 2 == 0 for n in members])
     assert [(r["group"], r["rows"], r["top_length"], r["bottom_length"]) for r in found] == [
         ("unmasked", 3, 1, 1)] * 2 + [("masked", 1, 100, 100)] * 2
 

@@ -2,17 +2,19 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
 import time
 
 import pytest
+import torch
 from conftest import read_rows, write_rows
 from fabricated import HOSTILE, fabricate, make_page
 
 import eval as front
-from evaluation import health, report
+from evaluation import health, plots, report
 from evaluation.runs import Run
 
 
@@ -53,6 +55,9 @@ def test_first_screen_says_whether_it_worked(tmp_path):
     assert "0.700" in text  # beside the best of base loss and length
     kind, text = headline(upper=(0.3, 0.5))
     assert kind == "warn" and "lowest after epoch 1 (0.3000)" in text
+    assert headline(upper=(1.2, 1.1))[0] == "warn"  # it began at 1
+    kind, text = headline(upper=(0.3, 0.31))  # of 0.7 gained
+    assert kind == "good" and "has risen since, by little" in text
     kind, text = headline(finished=False)
     assert kind == "bad" and "Not finished: 6 steps" in text and "No labels" not in text
     kind, text = headline(labels=False)
@@ -72,6 +77,51 @@ def test_first_screen_says_whether_it_worked(tmp_path):
     (folder / "result.json").write_text(json.dumps(result | {"weight/auroc": 0.7}))
     found = health.run_checks(Run(folder))
     assert ("warn" in [k for k, _ in found]) and "adds nothing" in str(found)
+    (folder / "result.json").write_text(json.dumps(result | {"length/auroc": 0.05}))
+    assert "length, reversed with 0.950: the selection adds nothing" in str(
+        health.run_checks(Run(folder)))
+
+
+def test_what_an_online_run_says_of_its_answers(tmp_path):
+    """Four of 96 were clamped; a fifth of half a minute was spent on them."""
+    folder = fabricate(tmp_path / "run", method="online", steps=60, args={"num_answers": 2})
+    rows = read_rows(folder / "metrics.jsonl")
+    write_rows(folder / "metrics.jsonl", [
+        row | {"ratio_clamped": 2 * (row["step"] in (3, 7))} for row in rows])
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {
+        "refined/answers": 9, "refined/refined": 3, "refined/undecided": 4,
+        "refined/false_replacement": 0.05}))
+    run = Run(folder)
+    checks = dict(map(reversed, health.run_checks(run)))
+    assert checks["9 rows answered anew: 3 recommended, 4 undecided; on trusted prompts the rule "
+                  "would replace 5.0% of the right answers."] == "info"
+    assert checks["4% of the importance ratios were clamped: the answers are older than the model; "
+                  "a smaller --k-gen."] == "warn"
+    assert dict(health.headline_figures(run))["time spent generating"] == "20%"
+    assert report.subtitle(run).endswith("60 steps · 2 epochs · m · seed 0 · 0.5 min of training")
+
+
+def test_the_refined_answers_that_are_shown(tmp_path):
+    """Those of the largest margins: six recommended ones, two undecided, two of no use."""
+    rows = [{"row_id": n, "hash": "h", "rank": n + 1, "kept": True, "prompt": "p", "response": "r",
+             "refined": "x", "margin": n * 7 % 30, "recommended": choice} for n, choice in
+            enumerate(["refined", "undecided", "original"] * 10)]
+    best, worst, refined, texts = report.curated_rows(
+        write_rows(tmp_path / "curated.jsonl", rows), {(12, "h")})
+    assert (best, worst) == (rows[:6], rows[-6:]) and texts.keys() == {
+        (n, "h") for n in (*range(6), 12, *range(24, 30))}
+    assert refined == [row for start, count in enumerate((6, 2, 2)) for row in sorted(
+        rows[start::3], key=lambda row: -row["margin"])[:count]]
+
+
+def test_curves_by_hand(monkeypatch):
+    """Means over stretches of as many finite values, over neighbours; shares of rows in bins."""
+    monkeypatch.setattr(plots, "POINTS", 2)
+    assert plots.thin([1, 2, 3, 4, 5], [1.0, 3.0, None, 5.0, math.nan]) == [[1.5, 4], [2, 5]]
+    assert plots.smooth([0.0] * 10 + [3.0] * 10) == [0.0] * 9 + [1.0, 2.0] + [3.0] * 9
+    assert plots.histogram(torch.tensor([0.5, 1.5, 1.6, 9.0]), torch.arange(4.0)) == (
+        [0, 0, 1, 1, 2, 2, 3, 3], [0, 0.25, 0.25, 0.5, 0.5, 0.25, 0.25, 0])
 
 
 @pytest.mark.parametrize("options", [
@@ -96,10 +146,11 @@ def test_report_of_short_and_bare_runs(tmp_path, options):
 def test_a_page_does_not_replace_the_notes_beside_it(tmp_path, refused):
     """README.md is no table of README.html; the page's own tables are written anew."""
     folder = fabricate(tmp_path / "run")
-    (tmp_path / "notes.md").write_text("mine")
-    assert "would replace" in refused(lambda: front.main(
-        ["report", str(folder), "--out", str(tmp_path / "notes.html")]))
-    assert (tmp_path / "notes.md").read_text() == "mine"
+    for text in ("mine", "## Mine\n", "| m |\n"):
+        (tmp_path / "notes.md").write_text(text)
+        assert "would replace" in refused(lambda: front.main(
+            ["report", str(folder), "--out", str(tmp_path / "notes.html")]))
+        assert (tmp_path / "notes.md").read_text() == text
     running = fabricate(tmp_path / "running", finished=False)
     for run, _ in itertools.product((folder, running), range(2)):
         front.main(["report", str(run), "--out", str(tmp_path / f"{run.name}.html")])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import make_rows, read_rows, write_rows
 from fabricated import make_page
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import eval as front
 from batches import row_losses
@@ -71,7 +71,7 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
 
 
 def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp_path):
-    """The kept rows with the refined answer where it was recommended, scored by hand."""
+    """The kept rows and those with a recommended answer, which counts instead, scored by hand."""
     from transformers import AutoTokenizer
 
     run = online(files(lower=20, upper=20), epochs=1)
@@ -82,12 +82,38 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     found = json.loads((run.out / "losses.json").read_text())["lower_refined"]
     model, _, made = losses.load_trained(str(run.out))
     rows = [{"prompt": e["prompt"], "response": "red" if n % 3 == 0 else e["response"]}
-            for n, e in enumerate(run.curated) if e["kept"]]
+            for n, e in enumerate(run.curated) if e["kept"] or n % 3 == 0]
+    assert len(rows) > sum(e["kept"] for e in run.curated)
     rows, _ = tokens.load_rows(write_rows(tmp_path / "hand.jsonl", rows),
                              AutoTokenizer.from_pretrained(made.args.model),
                              cache_dir=tmp_path / "hand")
     assert found == pytest.approx(row_losses(model, rows)[0].mean().item(), abs=1e-6)
     assert comparison_rows([Run(run.out)])[0]["lower_refined"]["mean"] == found
+
+
+def test_lower_rows_that_have_changed_are_refused(files, train, tmp_path, refused):
+    """More rows at the end of the file are other rows, too, also of a run on kept ones."""
+    paths = files(lower=20)
+    run = train(paths, epochs=1, lr=0.01)
+    front.main(["keep", str(run.out), "--keep-fraction", "0.5"])
+    kept = train(paths, out="kept", method="sft", keep=run.out / "kept.jsonl", epochs=1, lr=0.01)
+    write_rows(paths["lower"], [*read_rows(paths["lower"]), *make_rows(30, seed=9, longest=3)])
+    for own in (run, kept):
+        words = refused(lambda out=own.out: front.main(["losses", str(out)]))
+        assert "have changed since the run" in words and not (own.out / "losses.json").exists()
+    assert "weight/auroc" not in comparison_rows([Run(kept.out)])[0]
+
+
+def test_a_base_that_has_changed_is_refused(files, train, folders, tmp_path, refused):
+    """The adapter belongs to the weights of then."""
+    base = shutil.copytree(folders["llama"], tmp_path / "base")
+    run = train(files(), base, epochs=1)
+    ask = ["answers", str(run.out), "--prompt", "red", "--max-new-tokens", "2"]
+    front.main(ask)
+    weights = load_file(base / "model.safetensors")
+    name = next(iter(weights))
+    save_file(weights | {name: weights[name] + 1}, base / "model.safetensors", {"format": "pt"})
+    assert "has changed since the run" in refused(lambda: front.main(ask))
 
 
 def test_losses_of_a_file_say_which_rows_are_not_measured(files, train, tmp_path, capfd):

@@ -367,6 +367,17 @@ def test_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders, c
         assert row["output"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
+def test_sampled_outputs_have_the_temperature_and_the_seed(tmp_path, folders, monkeypatch):
+    asked = []
+    monkeypatch.setattr(winrate, "generate", lambda model, prompts, seeds, **options: asked.append(
+        (seeds, options["temperature"])) or [([5, 0], True)] * len(prompts))
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "red"}, {"prompt": "blue"}]))
+    run_winrate(["generate", str(folders["llama"]), "--prompts", str(tmp_path / "p.json"), "--out",
+                 str(tmp_path / "o.json"), "--temperature", "0.7", "--seed", "3",
+                 "--max-new-tokens", "7"])
+    assert asked == [(["3 0", "3 1"], 0.7)]
+
+
 def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refused):
     """Longer than the context of 128 tokens, or with no room left behind it; never left empty."""
     for words, number in ((200, 7), (40, 120)):

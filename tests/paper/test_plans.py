@@ -98,7 +98,9 @@ SPACES = ("--model m --lower 'my  rows.jsonl' --lower-limit=20 --lower-columns "
 def test_names_and_files_with_spaces_stay_one_word(here, capsys, monkeypatch):
     common = ["--name", "my runs", "--scale", "small", "--list", "--seeds", "1", "--data", SPACES]
     main(["table1", "--only", "LESS; BDS", *common])
-    for line in capsys.readouterr().out.splitlines():
+    first, *lines = sorted(capsys.readouterr().out.splitlines())
+    assert first.startswith("# TOKENS: ")
+    for line in lines:
         _, args = parse_command(line)
         assert args.lower == "my  rows.jsonl" and args.lower_limit == 20
         assert args.lower_columns == "prompt=a question,response=b"

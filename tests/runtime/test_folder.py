@@ -133,6 +133,14 @@ def test_other_files_are_still_refused(tmp_path):
         assert listing(out) == [name]
 
 
+def test_a_resume_of_nothing_says_so(tmp_path, capfd):
+    """`torchrun --max-restarts` resumes what may not have begun; a typed name may be wrong."""
+    for number in range(2):
+        folder.open_run(tmp_path / "run", CONFIG, resume=True)
+        said = f"--resume: there is no run in {tmp_path / 'run'} yet; a new one begins\n"
+        assert capfd.readouterr().out == (said if number == 0 else "")
+
+
 class Interrupted(BaseException):
     pass
 
