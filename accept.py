@@ -38,7 +38,7 @@ import time
 
 from batches import answer_row, prompt_of, row_losses, seeded
 from curate import greedy
-from data.sets import prompt_overlap
+from data.sets import first_places, prompt_overlap
 from data.text_reasons import WORD
 from data.tokens import end_ids, response_text
 from generate import generate
@@ -54,9 +54,8 @@ RULES = ("accept", "random")  # values of --refine: this file's, and its control
 WAYS = ("search", "continue", "generate")
 PRECISION, SLACK, FALSE = 0.9, 0.1, 0.05
 SHORTLIST, QUESTIONS_AT_ONCE = 5, 64
-# Questions to calibrate with, and as many for the gate: of 0 errors in 60 at most 5 % are left. A
-# trial of the search reads a few short rows, one of writing generates.
-FOUND, WRITTEN = 150, 60
+# Questions to calibrate with, and as many for the gate: of 0 errors in 60 at most 5 % are left.
+FOUND, WRITTEN = 150, 60  # a trial of writing generates, one of the search reads short rows
 CLOSED = 32  # tokens, the end included
 ENOUGH = 16  # rows on which a way must have been tried
 SAMPLED = 8  # answers of which one may be right: what choosing among several could gain
@@ -72,7 +71,7 @@ def trusted_parts(prompts, most):
     Half of the prompts each, at most `most`, and one row of each: two would count one answer twice.
     The hashes decide, so the order of the file does not.
     """
-    place = {prompt: n for n, prompt in reversed([*enumerate(prompts)])}  # the first of each
+    place = first_places(prompts)
     order = sorted(place)
     size = min(most, len(order) // 2)
     return [sorted(place[prompt] for prompt in order[start:start + size]) for start in (0, size)]
@@ -325,8 +324,8 @@ def gate(calibrate, check, present=None):
     """
     closed = {"threshold": None, "weight": None}
     if calibrate is None or check is None:
-        return closed | {"rows": 0, "why": f"too few rows to try it on (held-out trusted answers "
-                         f"of 4 to {CLOSED - 1} tokens; for search, suspect rows)"}
+        return closed | {"rows": 0, "why": "too few rows to try it on (held-out trusted answers of "
+                         f"at most {CLOSED - 1} tokens, to continue 4 or more; suspect rows)"}
     (margins, right, spared), threshold = check, threshold_of(*calibrate, present)
     all_right, tried = tally(margins, right, -math.inf, present)
     report = {"rows": len(right), "right": all_right / tried}

@@ -31,10 +31,9 @@ def seeded(*names):
 
 @functools.lru_cache(maxsize=4)
 def permutation(num_rows, seed, epoch, stream):
-    """The order of an epoch, (num_rows,) int64.
+    """The order of an epoch, (num_rows,) int64; cached, every step asks: do not write into it.
 
-    stream: 0 lower, 1 upper, 2 what is held out, 3 a random ranking, 4 and 5 LESS. Cached, every
-    step asks: do not write into it.
+    stream: 0 lower, 1 upper, 2 what is held out, 3 a random ranking, 4 and 5 LESS.
     """
     return torch.randperm(num_rows, generator=seeded(seed, epoch, stream))
 

@@ -15,6 +15,7 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 import models
 from batches import answer_row, each_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
+from data.sets import first_places
 from data.tokens import LABELS, response_text
 from detect import repetition
 from generate import generate
@@ -88,8 +89,7 @@ def calibrate(model, held_out, sampling, blank):
     a trusted answer: on the rows that set it the rate is 5 % by construction.
     """
     context = models.context_length(model.config)
-    first = {prompt: n for n, prompt in reversed([*enumerate(held_out["prompt_hash"][:])])}
-    places = sorted(first.values())  # each question once
+    places = sorted(first_places(held_out["prompt_hash"][:]).values())  # each question once
     rows = [row for row in held_out.select(places[:400])
             if len(prompt_of(row)) + sampling["max_new_tokens"] <= context]
     if len(rows) < 2 * MIN_CALIBRATION:

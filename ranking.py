@@ -269,10 +269,10 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
 def made_faults(losses_of, rows, ends, found, seed=0, room=math.inf):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
 
-    Of FAULTS rows, at the price of two forwards of them: losses_of(rows) is `row_losses` of a
-    model. end: cut at random in the middle half, the row's own end tokens appended.
-    relevance: with the answer of another of these rows, where both have at most `room` tokens; what
-    that answer has behind the blank prompt is known from `found`. All processes do the same.
+    Of FAULTS rows, two forwards of each: losses_of(rows) is `row_losses` of a model. end: cut at
+    random in the middle half, the row's end tokens appended. relevance: with the answer of another
+    of these rows, where both have at most `room` tokens; what that answer has behind the blank
+    prompt is known from `found`. All processes do the same.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()

@@ -14,8 +14,7 @@ Deviations from the text of the paper:
  2. omega starts at zero, unless the caller sets it by `logits.copy_()`. The softmax ignores a
     common shift, so any constant start is the same.
  3. `center=True` subtracts a running mean of *past* losses from C. Since sum_i grad sigma_i = 0 the
-    expected step is unchanged; its variance falls by the squared mean of the losses. Off by
-    default.
+    expected step is unchanged; its variance falls by the squared mean of the losses. Default: off.
 """
 
 import math

@@ -36,7 +36,7 @@ import torch
 from safetensors.torch import load_file, save
 from tqdm import tqdm
 
-# What a resumed run may change: training stays the same. keep_fraction moves `kept` alone.
+# What a resumed run may change: training stays the same. keep_fraction moves `kept`.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
                   "fsdp")
 SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report

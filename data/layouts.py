@@ -170,9 +170,9 @@ def _messages(value, place):
             content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
                               for part in content)
         messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
-        if message.get("weight") not in (None, 0, 1):
-            raise UserError(f"{here} has the weight {message['weight']!r}; it must be 0 or 1")
-        if message.get("weight") == 0:
+        if (weight := message.get("weight")) not in (None, 0, 1):
+            raise UserError(f"{here} has the weight {weight!r}; it must be 0 or 1")
+        if weight == 0:
             messages[-1]["weight"] = 0
         if role in CALLS or not kinds.isdisjoint(CALLS) or any(message.get(key) for key in CALLS):
             messages[-1]["lost"] = "tool_call"

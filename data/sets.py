@@ -39,10 +39,9 @@ def load_levels(args, tokenizer, context_length):
             level = name.split("_")[0]  # held-out rows are read the way their level is
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
-                source, tokenizer, name=name, seed=args.seed, turns=args.turns,
-                columns=getattr(args, f"{level}_columns"), template=args.template,
-                limit=getattr(args, f"{name}_limit", None), max_length=args.max_length,
-                cache_dir=args.cache_dir)
+                source, tokenizer, name=name, max_length=args.max_length, turns=args.turns,
+                columns=getattr(args, f"{level}_columns"), template=args.template, seed=args.seed,
+                limit=getattr(args, f"{name}_limit", None), cache_dir=args.cache_dir)
             check_lengths(levels[name], context_length, name)
         if levels["upper"] is not None and levels["upper_heldout"] is None:
             levels["upper"], levels["upper_heldout"] = split_held_out(
@@ -139,6 +138,11 @@ def split_held_out(rows, count, seed):
     chosen = set(held)
     return (rows.select([p for p in range(len(rows)) if p not in chosen]),
             rows.select(sorted(held)))
+
+
+def first_places(prompts):
+    """{prompt: place of its first row}; of a few thousand trusted rows."""
+    return {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
 
 
 def prompt_overlap(a, b):

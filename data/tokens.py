@@ -260,9 +260,8 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
               "prompt": Value("string"), "response": Value("string"), "complete": Value("bool"),
               "input_ids": List(Value("int32")), "trained": List(Value("int8"))}
     extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
-    report = {"layout": None, "rows_in_source": 0, "rows_kept": 0,
-              "dropped": defaultdict(list), "truncated": 0, "tokens": 0, "unread": set(),
-              "unlabelled": 0, "bad": 0}
+    report = {"layout": None, "rows_in_source": 0, "rows_kept": 0, "truncated": 0, "tokens": 0,
+              "dropped": defaultdict(list), "unread": set(), "unlabelled": 0, "bad": 0}
     protect, encode = make_encoder(tokenizer)
     present = set()  # extra columns that some row has; the others are not shown
     bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)

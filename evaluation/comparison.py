@@ -161,7 +161,7 @@ def comparison_cells(rows, per_token=False, interval=False):
 
 def print_comparison(rows):
     print("nats a token, sequence mean; ± is the standard deviation over seeds; AUROCs of an\n"
-          "online run are over its unmasked rows")
+          "online run are over its unmasked rows, of a run on kept rows left out")
     show_table(*comparison_cells(rows))
     if any(row["n"] > 1 for row in rows):
         print("\n95 % interval of the mean (Student's t over seeds)")

@@ -153,12 +153,12 @@ def sets_of(run, args, tokenizer, context, rows=None, columns=None):
     if args.upper_loss == "sft":  # else pairs, whose loss is not that of a row
         parts = {"upper_heldout": levels.upper_heldout} | parts
     parts = {name: part for name, part in parts.items() if part is not None}
-    check_held_out(run, parts)
+    check_rows(run, parts)
     return parts
 
 
-def check_held_out(run, parts):
-    """`UserError` when rows are not those that the run measured, of --keep the held-out ones."""
+def check_rows(run, parts):
+    """`UserError` when rows are not those that the run measured; of --keep `check_base` says it."""
     names = {"upper_heldout": "upper_heldout", "lower_heldout": "lower_heldout"} | (
         {} if getattr(run.args, "keep", None) else {"lower": "lower_original"})
     for name, part in names.items():

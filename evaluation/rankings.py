@@ -38,7 +38,8 @@ def rethreshold(source, fraction, out=None, by="weight"):
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
     source = ranking_of(source)
     out = Path(out) if out else source.with_name(
-        "kept.jsonl" if source.name == "weights.jsonl" else f"{source.stem}.kept.jsonl")
+        "kept.jsonl" if source.name in ("weights.jsonl", "curated.jsonl")
+        else f"{source.stem}.kept.jsonl")
     rows = read_ranking(source)
     if out.is_dir() or (out.exists() and out.samefile(source)):
         raise UserError(f"--out {out}: is the ranking itself or a folder; choose another file")

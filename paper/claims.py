@@ -20,9 +20,9 @@ SCALES = {
                    "kept": ["planted_default_curated"]},
     "text, 135M": {"table1": ["smollm2_table1", "smollm2_dynamic_table1"],
                    "table3": ["smollm2_table3"],
-                   "pairs": ["smollm2_table3_dpo"], "ranking": ["smollm2_ranking"],
+                   "pairs": [], "ranking": ["smollm2_ranking"],
                    "selectors": ["smollm2_selectors"],
-                   "kept": ["smollm2_curated"]}}
+                   "kept": []}}
 ONLINE, DYNAMIC, AUROC = "online R=10% G=1", "online dynamic", "auroc"
 OMEGA = ("weight/auroc", "base/auroc")  # of one run
 

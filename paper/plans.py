@@ -223,11 +223,12 @@ def print_commands(plan):
         print(f"python {shlex.join(['-m', 'toy', 'write', '--out', str(rows)])} "
               f"--seed {seed} {text}")
     print("\n".join(f"python {command}" for command in plan.commands.values()))
-    if plan.on_kept:
+    budgets = [budget_of(reference) if (reference / "result.json").exists() else "TOKENS"
+               for reference, _ in plan.on_kept.values()]
+    if "TOKENS" in budgets:
         print("# TOKENS: lower_tokens x epochs of the run on all rows; --list prints the number "
               "once that has ended")
-    for reference, command in plan.on_kept.values():
-        budget = budget_of(reference) if (reference / "result.json").exists() else "TOKENS"
+    for budget, (_, command) in zip(budgets, plan.on_kept.values(), strict=True):
         print(f"python {command} --token-budget {budget}")
 
 
