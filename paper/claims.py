@@ -15,9 +15,9 @@ from paper.results import UPPER
 SCALES = {
     "toy": {"table1": ["toy_table1"], "table3": ["toy_table3"], "pairs": ["toy_table3_dpo"],
             "ranking": ["toy_ranking"], "selectors": ["toy_selectors"], "kept": ["toy_curated"]},
-    "text, 5.9M": {"table1": ["planted_table1"], "table3": ["redorca_table3"], "pairs": [],
-                   "ranking": ["planted_ranking"], "selectors": ["planted_selectors"],
-                   "kept": ["planted_default_curated"]},
+    "text, 5.9M": {"table1": ["planted_table1"], "table3": ["redorca_table3"],
+                   "pairs": ["redorca_table3_dpo"], "ranking": ["planted_ranking"],
+                   "selectors": ["planted_selectors"], "kept": ["planted_default_curated"]},
     "text, 135M": {"table1": ["smollm2_table1", "smollm2_dynamic_table1"],
                    "table3": ["smollm2_table3"],
                    "pairs": [], "ranking": ["smollm2_ranking"],
@@ -30,6 +30,7 @@ OMEGA = ("weight/auroc", "base/auroc")  # of one run
 def safety(name, table):
     """The paper's claims of Table 3, by trusted rows or by preference pairs."""
     return [(f"{name}: BDS beats mixing", table, "BDS", "mixing rho=0.5", UPPER),
+            ("... and mixing with its rho", table, "BDS", "mixing, rho schedule", UPPER),
             (f"{name}: online dynamic beats BDS", table, DYNAMIC, "BDS", UPPER),
             ("... and leaving those rows out", table, DYNAMIC, "control: dynamic, drop", UPPER)]
 
@@ -50,7 +51,6 @@ CLAIMS = (
     ("masking 10 % beats 5 %", "table1", ONLINE, "online R=5% G=1", UPPER),
     ("five answers beat one", "table1", "online R=10% G=5", ONLINE, UPPER),
     *safety("safety", "table3"),
-    ("safety: BDS beats mixing with its rho", "table3", "BDS", "mixing, rho schedule", UPPER),
     *safety("by pairs", "pairs"),
     ("online: short answers come first", "ranking", ONLINE, ONLINE, None),
     ("omega beats the base loss", "table1", "BDS", "BDS", OMEGA),
