@@ -42,7 +42,7 @@ from data.sets import first_places, prompt_overlap
 from data.text_reasons import WORD
 from data.tokens import end_ids, response_text
 from generate import generate
-from ranking import blank_prompt, last_turn
+from ranking import behind_blank, blank_prompt, last_turn
 from runtime import folder
 from runtime.processes import share_list
 from utils import UserError, table
@@ -115,7 +115,7 @@ def pair_scores(model, pairs, blank):
     """
     answers = list({tuple(answer): answer for _, answer in pairs}.values())
     with model.disable_adapter():
-        alone, lengths = row_losses(model, [answer_row(blank, answer) for answer in answers],
+        alone, lengths = row_losses(model, [behind_blank(model, blank, y) for y in answers],
                                     label="search: answers alone")
         given, _ = row_losses(model, [answer_row(*pair) for pair in pairs], label="search: pairs")
     alone = {tuple(answer): (loss, math.sqrt(count)) for answer, loss, count in zip(

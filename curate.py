@@ -19,7 +19,7 @@ from data.sets import first_places
 from data.tokens import LABELS, response_text
 from detect import repetition
 from generate import generate
-from ranking import blank_prompt, counted_weights
+from ranking import behind_blank, blank_prompt, counted_weights
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
 
@@ -51,7 +51,7 @@ def scores(model, prompts, responses, blank):
     with model.disable_adapter():
         given, _ = row_losses(model, [answer_row(*pair) for pair in zip(
             prompts, responses, strict=True)], label="scoring answers")
-        alone, _ = row_losses(model, [answer_row(blank, y) for y in responses],
+        alone, _ = row_losses(model, [behind_blank(model, blank, y) for y in responses],
                               label="scoring answers alone")
     return alone - given
 
@@ -163,12 +163,10 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
         line = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
                 "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
                 "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
-                "weight": weights[p].item(), "masked": bool(mask[p]), "generated_at": None,
-                "ratio": None, "logps": None, "old_logps": None, "way": None, "source": None,
-                "why": None,
+                "weight": weights[p].item(), "masked": bool(mask[p]),
+                "generated_at": buffer[p].step if p in buffer else None,
+                **dict.fromkeys(("ratio", "logps", "old_logps", "way", "source", "why")),
                 **{name: value for name, (value,) in run.tested([p]).items()}}
-        if p in buffer:
-            line["generated_at"] = buffer[p].step
         if p in current:
             old = buffer[p].old_logps
             line |= {"logps": current[p].tolist(), "old_logps": old.tolist(),

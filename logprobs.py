@@ -27,7 +27,7 @@ else returns float32 log-probs: bf16 ones are off by 0.06-0.35 a token, and sums
 
 Not supported, and routed to `reference=True` (the model's own logits, slow but general): heads with
 a bias, soft-capped or scaled logits, an adapted or trained head. Refused: sliding windows shorter
-than a row, soft-capped attention. `check_model` compares both paths on a loaded model.
+than a row, soft caps or sinks in attention. `check_model` compares both paths on a loaded model.
 """
 
 import contextlib
@@ -280,8 +280,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     if window is not None and window < max(lengths):
         raise ValueError(f"a row of {max(lengths)} tokens is longer than the model's sliding "
                          f"window of {window}; lower --max-length")
-    if kwargs.get("softcap") is not None:
-        raise ValueError("this model soft-caps its attention logits, which is not supported")
+    if unread := {"softcap", "s_aux", "sinks", "position_bias", "indices"} & {
+            name for name, value in kwargs.items() if value is not None}:
+        raise ValueError(f"this model's attention needs {min(unread)}, which is not supported")
     dtype = value.dtype
     if value.device.type == "cpu" and dtype == torch.bfloat16:
         value = value.float()  # torch's bf16 backward takes twice as long there, and is less exact
@@ -299,7 +300,7 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     rows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     output = torch.cat([torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, dropout_p=dropout, scale=scaling) for q, k, v in rows], dim=2)
-    return output.transpose(1, 2).to(dtype), None
+    return output.transpose(1, 2).contiguous().to(dtype), None
 
 
 def _varlen(query, value):

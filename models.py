@@ -159,8 +159,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     model = (model if four_bit or on_host else model.to(device)).eval().requires_grad_(False)
     try:
         logprobs.check_model(model, tolerance=0.1 if dtype == torch.bfloat16 or four_bit else 1e-3)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{name}: packed rows do not run through it: {first_line(error)}") from None
     return model
 
 
@@ -336,9 +336,8 @@ def set_learning_rate(optimizers, lr, schedule, step, total):
     """beta_k into every optimiser: constant, or a cosine from `lr` to zero; returns it."""
     if schedule == "cosine":
         lr *= 0.5 * (1 + math.cos(math.pi * step / total))
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+    for group in (group for own in optimizers.values() for group in own.param_groups):
+        group["lr"] = lr
     return lr
 
 

@@ -213,6 +213,11 @@ def blank_prompt(rows, sample=500):
                          for row in take(tokens_only(rows), places)])
 
 
+def behind_blank(model, blank, answer):
+    """The row of an answer behind the blank prompt, whose front gives way to the context's end."""
+    return answer_row(blank[-max(1, context_length(model.config) - len(answer)):], answer)
+
+
 def last_turn(row, ends):
     """Tokens (before the last trained run, of that run, of its end): the end's are in `ends`."""
     ids, trained = row["input_ids"], row["trained"]
@@ -254,7 +259,7 @@ def row_evidence(model, rows, ends, facts, blank, label=None):
     for places, group in own_groups(model, rows, label):
         turns = last_turns(model, group, ends)
         # An empty answer, an end token alone, still needs a token to be a row.
-        behind = last_turns(model, [answer_row(blank, answer or prompt[:1])
+        behind = last_turns(model, [behind_blank(model, blank, answer or prompt[:1])
                                     for prompt, answer, *_ in turns], ())
         for place, (prompt, answer, c, end, loss), (_, _, u, _, _) in zip(
                 places.tolist(), turns, behind, strict=False):  # a spare group has no place

@@ -240,15 +240,10 @@ def base_tests(run):
                 ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
         losses = tests.pop("loss")
         saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
-        write_look(run, tests, notes)
+        folder.write_once(run.out / "tests.json", json.dumps(
+            ranking.first_look(tests, notes, lower)) + "\n")
         folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
     return saved
-
-
-def write_look(run, tests, notes):
-    """tests.json: what the report shows of `ranking.row_tests`."""
-    folder.write_once(run.out / "tests.json", json.dumps(
-        ranking.first_look(tests, notes, run.levels.lower)) + "\n")
 
 
 def remembered(run, model, rows, ends, facts, blank, label):
@@ -365,7 +360,8 @@ def see_guidance(run, losses, lengths):
     if len(held_out) < ranking.detect.LEAST:
         notes = list(dict.fromkeys([*notes, f"{len(held_out)} held-out trusted rows are too few to "
                                     "say what training does to good answers"]))
-    write_look(run, run.tests, notes)
+    folder.write_once(run.out / "tests.json", json.dumps(
+        ranking.first_look(run.tests, notes, run.levels.lower)) + "\n")
     print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 
 

@@ -24,8 +24,8 @@ import torch
 from tqdm import tqdm
 
 import batches
-from batches import answer_row, response_of, row_losses
-from ranking import blank_prompt
+from batches import response_of, row_losses
+from ranking import behind_blank, blank_prompt
 
 TEXTS_AT_ONCE = 10_000
 ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
@@ -82,7 +82,8 @@ def ifd_ratios(model, rows):
     for start in tqdm(range(0, len(rows), ROWS_AT_ONCE), desc="ifd: behind the blank prompt",
                       unit="block"):
         block = batches.take(tokens, range(start, min(start + ROWS_AT_ONCE, len(rows))))
-        alone.append(row_losses(model, [answer_row(blank, response_of(row)) for row in block])[0])
+        alone.append(row_losses(model, [behind_blank(model, blank, response_of(row))
+                                       for row in block])[0])
     return given.double() / torch.cat(alone).double().clamp_min(1e-6)
 
 

@@ -10,18 +10,18 @@ def hub_answers(info, name, what):
 
     info: "model_info" or "dataset_info".
     """
-    import huggingface_hub
+    import huggingface_hub as hub
 
     try:
-        getattr(huggingface_hub.HfApi(), info)(name, timeout=3)
-    except huggingface_hub.errors.RepositoryNotFoundError:
+        getattr(hub.HfApi(), info)(name, timeout=3)
+    except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
         raise UserError(f"{name}: no such {what} on the hub, or it is private or gated (log in "
                         "with `hf auth login`); and no file or folder of that name") from None
-    except huggingface_hub.errors.HfHubHTTPError:
+    except hub.errors.HfHubHTTPError:
         pass  # it answered, with another error: the loader asks again and says what is wrong
     except Exception:  # any failure to reach the hub: what is in the local cache still loads
-        if not huggingface_hub.constants.HF_HUB_OFFLINE and os.environ.get("RANK", "0") == "0":
+        if not hub.constants.HF_HUB_OFFLINE and os.environ.get("RANK", "0") == "0":
             print("note: the hub cannot be reached; only what is in its local cache is loaded")
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        hub.constants.HF_HUB_OFFLINE = True
         return False
     return True

@@ -276,6 +276,13 @@ def test_hub_names_without_a_network(bad, monkeypatch):
         lower="nobody/no-such-rows")
 
 
+def test_a_name_that_the_hub_cannot_have(bad, monkeypatch):
+    """It is refused before any request: the hub is not taken for silent."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    bad("my model: no such model on the hub", model="my model")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
 @pytest.mark.parametrize(("edit", "message"), [
     (lambda f: truncate(f / "model.safetensors"), r"(broken weights|cannot be loaded)"),
     (lambda f: (f / "model.safetensors").write_bytes(b""), r"(broken weights|cannot be loaded)"),

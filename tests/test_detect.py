@@ -96,6 +96,25 @@ def test_the_evidence_of_a_row_by_brute_force(model, turns):
     assert torch.equal(found["loss"], row_losses(model, rows)[0])
 
 
+def test_an_answer_of_the_whole_context_stands_behind_the_end_of_the_blank_prompt(
+        model, monkeypatch):
+    """A model of learned positions has none behind its context, one of a window refuses it."""
+    rows, blank = rows_of(), list(range(5, 25))
+    room = max(len(row["input_ids"]) for row in rows)
+    monkeypatch.setattr(model.config, "max_position_embeddings", room)
+    found = ranking.row_evidence(model, rows, ENDS, facts, blank)
+    for n, row in enumerate(rows):
+        prompt, answer, _ = ranking.last_turn(row, ENDS)
+        behind = ranking.behind_blank(model, blank, answer)["input_ids"]
+        kept = len(behind) - len(answer)
+        assert len(behind) == min(room, len(blank) + len(answer)) and behind[kept:] == answer
+        assert behind[:kept] == blank[len(blank) - kept:]
+        c = logps_of(model, prompt + answer)[len(prompt) - 1:]
+        u = logps_of(model, behind)[kept - 1:]
+        assert float(found["relevance"][n]) == pytest.approx(-float((c - u).sum()), abs=1e-9)
+    assert ranking.behind_blank(model, blank, [3] * room)["input_ids"] == [24] + [3] * room
+
+
 def test_the_evidence_does_not_depend_on_the_packing(model, monkeypatch):
     rows = rows_of()
     whole = ranking.row_evidence(model, rows, ENDS, facts, [7, 8, 9])

@@ -459,8 +459,28 @@ def test_soft_capped_logits_take_the_reference_path():
 
 
 def test_soft_capped_attention_is_refused():
-    with pytest.raises(ValueError, match="soft-caps its attention"):
+    with pytest.raises(ValueError, match="attention needs softcap, which is not supported"):
         check_model(gemma(attn_logit_softcapping=5.0)[0], 1e-3)
+
+
+def test_attention_sinks_are_refused():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    model = GptOssForCausalLM(GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1))
+    model.set_attn_implementation(logprobs.ATTENTION)
+    with pytest.raises(ValueError, match="attention needs s_aux, which is not supported"):
+        check_model(model, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_attention_is_one_piece_of_memory(dtype):
+    """Some models take a view of what their attention returns."""
+    query, key, value = torch.randn(3, 1, 2, 7, 4, dtype=dtype)
+    output, _ = logprobs.packed_attention(None, query, key, value, None,
+                                          cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32))
+    assert output.view(1, 7, 8).dtype == dtype
 
 
 def test_a_sliding_window_shorter_than_a_row_is_refused():

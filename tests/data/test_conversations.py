@@ -228,9 +228,10 @@ def test_an_input_that_would_not_be_read_is_refused(load, row):
 def test_an_empty_system_turn_is_none(load, content):
     """The question's hash is that of the row without it, and a column fills the place."""
     empty = {"role": "system", "content": content}
-    for extra in ({}, {"system": "in French"}):
-        made, wanted = (load([{"messages": turns} | extra])[0][0]
-                        for turns in ([empty, ASK, ANSWER], [ASK, ANSWER]))
+    for extra in ({}, {"system": content}, {"system": "in French"}):
+        made, wanted = (load([{"messages": turns} | more])[0][0] for turns, more in (
+            ([empty, ASK, ANSWER], extra),
+            ([ASK, ANSWER], extra if extra != {"system": content} else {})))
         assert made == wanted
     assert ("in French" in made["prompt"]) and "messages" in made
 
