@@ -132,6 +132,10 @@ def load(args, device, count):
     """(model with LoRA, lower rows, upper rows) of a benchmark's command line."""
     dtype = getattr(args, "dtype", "auto")
     if args.model in SHAPES:
+        if given := [name for name in ("lower", "upper", "vocabulary")
+                     if getattr(args, name, None) is not None]:
+            raise UserError(f"--{given[0]}: {args.model} has random weights and rows and reads no "
+                            "other; name a model's folder")
         return load_shape(args.model, device, count, args.lower_tokens, args.upper_tokens,
                           args.gradient_checkpointing, dtype=dtype)
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:

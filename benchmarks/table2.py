@@ -89,8 +89,9 @@ def bench_table2(args):
         print("no CUDA device: the published hours stand alone; a CPU's step says nothing about "
               "them")
     results, rows = beside_published(measured)
-    store_and_print(args, device, {"lower tokens a row": args.lower_tokens, "upper tokens a row":
-                          args.upper_tokens, **PUBLISHED_RUN}, results,
+    store_and_print(args, device, {
+        "lower tokens a row": args.lower_tokens, "upper tokens a row": args.upper_tokens,
+        **PUBLISHED_RUN, "max_new_tokens": args.max_new_tokens}, results,
            ["hours", "Pythia-1b, published", "extrapolated here", "Llama-8b, published",
             "extrapolated here"], rows)
     if measured:

@@ -46,14 +46,21 @@ def set_arguments(run, name):
     return source, *(args.get(key) for key in DATA_ARGUMENTS[name])
 
 
+def drawn(run, name):
+    """Whether the seed decides which rows a set holds: the toy's, a tenth held out, a limit's."""
+    args = run.args
+    return bool(getattr(args, "toy", False)
+                or (name == "upper_heldout" and not getattr(args, "upper_heldout", None))
+                or (name == "lower" and getattr(args, "lower_limit", None)))
+
+
 def check_same_data(runs):
     """`UserError` unless all runs were evaluated on the same rows by the same tokenizer.
 
-    The same arguments give other rows to another seed, and to --keep a part of the lower ones. A
-    set that a run does not have is not compared.
+    Another seed draws other rows where it draws them (see `drawn`), and --keep leaves a part of the
+    lower ones. A set that a run does not have is not compared.
     """
     for name, keys in DATA_ARGUMENTS.items():
-        own = ("seed", "keep") if name == "lower" else ("seed",)
         holders = [run for run in runs if run.config["data"].get(name) is not None]
         for one, two in itertools.combinations(holders, 2):
             if one.config["data"][name] == two.config["data"][name]:
@@ -61,6 +68,7 @@ def check_same_data(runs):
             differences = [f"{key}: {a or 'the default'} and {b or 'the default'}" for key, a, b in
                            zip((name, *keys), set_arguments(one, name), set_arguments(two, name),
                                strict=True) if a != b]
+            own = ("seed",) * drawn(one, name) + ("keep",) * (name == "lower")
             if not differences and any(getattr(one.args, key, None) != getattr(two.args, key, None)
                                        for key in own):
                 continue

@@ -48,8 +48,9 @@ def label_check(run, values):
     if run.result is None:
         return []
     if values.get("weight/auroc") is None:
-        why = ("No labels in the lower rows" if "weight/auroc" not in values else
-               "The rows that the weights have judged are all good or all bad")
+        why = ("The rows that the weights have judged are all good or all bad"
+               if "weight/auroc" in values else "AUROCs of kept rows alone are not compared"
+               if "weight/auroc" in run.result else "No labels in the lower rows")
         return [("info", f"{why}: look at both ends of the ranking below to judge it.")
                 ] if run.omegas else []
     names = {"the base model's loss": "base/auroc", "length": "length/auroc"}

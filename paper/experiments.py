@@ -73,13 +73,13 @@ def compare_selectors(args):
                         for key, value in read_result(file.parent).items()
                         if key.startswith(f"{score}/")} | {"seconds": seconds_of(file)}
                        for file in files_of.get(run, ())]
+    if not all("auroc" in run for runs in rows.values() for run in runs):
+        raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
     rows["CoLoR"] = [ranking_scores(file.with_name("weights.jsonl"), color) | {
         "seconds": seconds_of(file)} for file in files_of.get("CoLoR", ())]
     rows = {title: values for title, values in rows.items() if values}
     for run, file in zip(rows.get("row tests, guided", ()), files_of.get("BDS", ()), strict=True):
         run |= guided_rows(file.with_name("weights.jsonl"))
-    if not all("auroc" in values[0] for values in rows.values()):
-        raise UserError("selectors: the lower rows have no column `bad`; name a file that has")
     for method in baselines:
         rows[method] = [ranking_scores(file) | {"seconds": seconds_of(file)}
                         for file in files_of[method]]
@@ -98,7 +98,8 @@ def compare_selectors(args):
     kinds = [key for key in keys if key.startswith("auroc")]
     panels_figure(Path("results") / f"{args.name}_selectors.png", "AUROC", {
         key.removeprefix("auroc/").replace("auroc", "all"): {
-            name: [run[key] for run in runs] for name, runs in rows.items()}
+            name: [run[key] for run in runs if run.get(key) is not None]
+            for name, runs in rows.items() if any(run.get(key) is not None for run in runs)}
         for key in kinds}, chance=0.5)
     store(args, rows, columns, claims=claims)
 
@@ -122,6 +123,8 @@ def ranking_scores(file, score=operator.itemgetter("score"), shuffle=None):
     import torch
 
     rows = labels = utils.read_jsonl(file)
+    if any("bad" not in row for row in rows):
+        raise UserError(f"{file}: the lower rows have no column `bad`; name a file that has")
     if shuffle is not None:
         labels = [rows[i] for i in torch.randperm(
             len(rows), generator=torch.Generator().manual_seed(shuffle)).tolist()]
@@ -180,8 +183,8 @@ def curated_runs(args, seed, raw_run, random, bds, online):
     export(online.parent, "prompt-completion")
     rewritten = [*without_flags(other, "--lower", "--lower-limit", "--lower-columns"), "--lower",
                  str(online.parent / "curated.prompt-completion.jsonl")]
-    kept = {name: folder / "curated" / f"{name}-{seed}.jsonl"
-            for name in ("random", "bds", "online")}
+    place = folder / f"curated-{args.keep_fraction:g}"
+    kept = {name: place / f"{name}-{seed}.jsonl" for name in ("random", "bds", "online")}
     for name, source in (("random", random), ("bds", bds.parent), ("online", online.parent)):
         rethreshold(source, args.keep_fraction, kept[name])
     budget, runs = budget_of(raw_run.parent), {}
@@ -189,7 +192,7 @@ def curated_runs(args, seed, raw_run, random, bds, online):
                         ("top k by BDS", [*raw, "--keep", str(kept["bds"])]),
                         ("top k by the online run", [*raw, "--keep", str(kept["online"])]),
                         ("... with its rewrites", rewritten)):
-        out = folder / "curated" / slug(name) / f"seed-{seed}"
+        out = place / slug(name) / f"seed-{seed}"
         runs[name] = out / "result.json", shlex.join(
             [OFF, "--method", "sft", *flags, "--token-budget", str(budget), "--seed", str(seed),
              "--out", str(out)])

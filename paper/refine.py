@@ -110,6 +110,9 @@ def text_rows(folder, seed, share, args, given):
                 zip(rows["prompt"][:], rows["response"][:], strict=True)]
 
     good = read(given["--lower"], args.rows + CLEAN_OUT)
+    if len(good) < args.rows + CLEAN_OUT:
+        raise UserError(f"{given['--lower']}: {len(good)} usable rows; --rows {args.rows} takes "
+                        f"{args.rows + CLEAN_OUT}, of which {CLEAN_OUT} are held out")
     spoilt = spoil(good[CLEAN_OUT:], seed, share)
     for name, rows in (("lower", spoilt), ("lower_heldout", good[:CLEAN_OUT]),
                        ("upper", read(given["--upper"], TRUSTED)),
@@ -126,6 +129,9 @@ def flags_of(words):
             or not given["--max-length"].isdecimal()):
         raise UserError("refine --scale small: --data must name --model, --lower (good rows), "
                         "--upper and --upper-heldout, flags with one value each")
+    if odd := sorted(given.keys() - {"--lower", "--upper", "--upper-heldout", "--model",
+                                     "--max-length"}):
+        raise UserError(f"refine --scale small: --data does not read {odd[0]} here")
     return given
 
 
@@ -176,9 +182,9 @@ def refine_table(args):
     maker = Path("runs") / args.name / "refine" / "command.json"
     made_by = shlex.join(["refine", args.scale, str(args.rows), args.data or "", args.train or ""])
     check_maker(maker, made_by)
+    plans = {(name, seed): arms_of(args, name, seed) for name in names for seed in seeds}
     if not args.list:
         write_maker(maker, made_by)
-    plans = {(name, seed): arms_of(args, name, seed) for name in names for seed in seeds}
     commands = dict(plan[arm] for plan in plans.values() for arm in arms)
     if args.list:
         print("\n".join(f"python {command}" for command in commands.values()))

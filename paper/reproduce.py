@@ -201,6 +201,9 @@ def win_rates(args):
 
     On the toy the judge is the truth: a right answer beats a wrong one, else it is a tie.
     """
+    if args.scale == "toy" and (args.prompts or args.judge):
+        raise UserError("winrate: on the toy the truth about its own puzzles is the judge; "
+                        "--prompts and --judge need --scale small or paper")
     if args.scale != "toy" and not (args.prompts and args.judge):
         raise UserError("winrate: name --prompts FILE (AlpacaEval's instructions) and --judge "
                         "'--url https://api.openai.com/v1 --judge gpt-4-turbo'")
@@ -227,8 +230,13 @@ def win_rates(args):
         print("\n".join(f"python {c}" for c in [*generate.values(), *judge.values()]))
         return
     run_all(generate, args.workers)
+    for verdicts in judge:
+        if verdicts.exists() and any(row.get("preference") is None
+                                     for row in winrate.read_list(verdicts, ())):
+            verdicts.unlink()  # asked again for what is missing; the others lie in its cache
     run_all(judge, 1)
-    columns, results = {"win_rate": "win rate %", "n_draws": "ties"}, {}
+    columns = {"win_rate": "win rate %", "n_draws": "ties", "n_missing": "not judged"}
+    results = {}
     for method, files in files_of.items():
         rates = [winrate.win_rate(preferences(args, file, base)) for file in files]
         results[method] = [{key: rate[key] for key in columns} for rate in rates]
@@ -254,6 +262,8 @@ def preferences(args, file, base):
 
 def example_answers(args):
     """The paper's table of examples: the base model and each method answer the same prompts."""
+    if args.scale != "toy" and not args.prompts:
+        raise UserError("examples: name --prompts FILE (with a column instruction)")
     wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
     files_of = execute(args, {name: METHODS[name] for name in wanted})
     shown = corpus.make_rows(seed=0)["heldout"][:6]
@@ -301,6 +311,9 @@ def right_answers(folder):
 
 def demo(args):
     """One seed of the toy: mixing, BDS, online and a control; tables and where the rows are."""
+    if args.scale != "toy" or args.data:
+        raise UserError("demo: it is of the toy; for your own rows take train_online.py and "
+                        "eval.py report, or `python -m paper table1 --scale small --data ...`")
     started, folder = time.time(), Path("runs") / args.name
     files_of = execute(args, {name: METHODS[name] for name in DEMO})
     if args.list:

@@ -71,8 +71,11 @@ def store(args, results, columns, **more):
         raise UserError(f"{stored_name(args)}: {first!r} was trained in {one}, {second!r} in "
                         f"{other}; make the table on one kind of processor, or name a --dtype in "
                         "--train and another --name")
-    save_results(Path("results") / f"{stored_name(args)}.json", args.command, results,
-                 columns=columns, **more)
+    file = Path("results") / f"{stored_name(args)}.json"
+    before = json.loads(file.read_text())["command"] if file.exists() else args.command
+    save_results(file, args.command, results, columns=columns, **more)
+    print(f"stored: {file}" + (f", in place of what was made by: {before}"
+                               if before != args.command else ""))
 
 
 def without_flags(words, *flags):

@@ -1,7 +1,7 @@
 """The toy's rows as files, and its base model.
 
     python -m toy write --out FOLDER [--seed 0 --noise 0.4 --contrary 0.5 --upper right]
-    python -m toy train [--out toy/model] [--seed 0] [--steps 6000]
+    python -m toy train --out FOLDER [--seed 0] [--steps 6000]
 """
 
 import argparse
@@ -25,7 +25,7 @@ def parse_args(argv=None):
     add("--upper", choices=corpus.UPPER, default="right",
         help="unrelated: trusted rows of other tasks, a null control; pairs: preference pairs")
     add = commands.add_parser("train", help="tokenizer and base model from nothing").add_argument
-    add("--out", type=Path, default=corpus.MODEL)
+    add("--out", type=Path, required=True, help="folder of the model (embedded: toy/model)")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=6000)
     args = parser.parse_args(argv)
@@ -34,6 +34,8 @@ def parse_args(argv=None):
         at_least_one(args, "steps")
         if args.out.exists() and not args.out.is_dir():
             raise UserError(f"--out {args.out}: is a file; give the name of a folder")
+        if (args.out / "config.json").exists():
+            raise UserError(f"--out {args.out}: holds a model; give another folder, or remove it")
     for name in ("noise", "contrary") if args.command == "write" else ():
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name} {getattr(args, name)}: must lie in [0, 1]")

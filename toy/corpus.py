@@ -224,7 +224,7 @@ def write(folder, **options):
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.jsonl" for name in sets}
     for path in paths.values():
-        if path.exists() and not {"kind", "bad"} <= set(next(iter(read_jsonl(path)), ())):
+        if path.exists() and not {"family", "answer"} <= set(next(iter(read_jsonl(path)), ())):
             raise UserError(f"{path}: holds other rows, which the toy's would replace; give the "
                             "name of another folder")
     for name, rows in sets.items():

@@ -111,8 +111,17 @@ def test_rows_edited_in_place_are_other_data(tmp_path, refused):
     first, again = run("first"), run("again")
     edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
                                                                   keep="k")
-    front.main(["compare", first, again, run("seed", 1, {"upper_heldout": "y", "lower": "y"}),
-                     kept])
+    front.main(["compare", first, again, kept])
+    front.main(["compare", first, run("seed", 1)])
+    drawn = {"upper_heldout": None, "lower_limit": 40}  # a seed's own: what the seed draws
+    front.main(["compare", run("drawn", **drawn), run(
+        "drawn-1", 1, {"upper_heldout": "y", "lower": "y"}, **drawn)])
+    toy = {"toy": True, "lower": None, "upper": None, "upper_heldout": None}
+    front.main(["compare", run("toy", **toy), run(
+        "toy-1", 1, {"upper_heldout": "y", "lower": "y", "lower_heldout": "y"}, **toy)])
+    for name in ("upper_heldout", "lower"):
+        assert f"of {name} changed" in refused(lambda n=name: front.main(
+            ["compare", first, run(f"seed of {n}", 1, {n: "y"})]))
     other_seed = run("other", 1, {"upper_heldout": "z"})
     both = run("both", data={"lower": "x", "upper_heldout": "x"}, keep="k")
     for runs in ((first, edited), (other_seed, first, edited), (first, both)):

@@ -67,6 +67,8 @@ def test_first_screen_says_whether_it_worked(tmp_path):
     (folder / "result.json").write_text(json.dumps(result | {"weight_unmasked/auroc": None}))
     found = str(health.run_checks(Run(folder)))
     assert "that the weights have judged are all good or all bad" in found
+    kept = str(health.run_checks(Run(fabricate(tmp_path / "of kept rows", args={"keep": "k"}))))
+    assert "AUROCs of kept rows alone are not compared" in kept and "No labels" not in kept
     folder = fabricate(tmp_path / "flags")
     rows = read_rows(folder / "metrics.jsonl")
     for flag, expected in (("omega/uniform", "warn"), ("omega/collapsed", "bad")):

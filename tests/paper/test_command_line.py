@@ -22,6 +22,11 @@ def test_bad_input(here, refused):
             (["demo", "--keep-fraction", "0.5"], "--keep-fraction: demo does not read it"),
             (["curated", "--keep-fraction", "1"], "must lie between 0 and 1"),
             (["ablations", "--only", "nonsense"], "nonsense"),
+            (["demo", "--data", "--model m"], "demo: it is of the toy"),
+            (["winrate", "--judge", "--local m"], "--judge need --scale small or paper"),
+            (["examples", "--scale", "small", "--data", "--model m"], "name --prompts FILE"),
+            (["refine", "--scale", "small", "--data", "--model m --lower l --upper u "
+              "--upper-heldout h --lower-columns a=b"], "does not read --lower-columns here"),
             (["controls", "--scale", "small"], "of the toy only"),
             (["ablations", "--scale", "small"], "of the toy only")):
         assert what in refused(lambda words=words: main(words))

@@ -133,6 +133,19 @@ def test_selectors_are_runs_and_baselines_that_only_names(here, capsys):
     assert [line[1:] for line in lines[2:]] == [["baselines", "rds"], ["baselines", "loss"]]
 
 
+def test_another_share_has_runs_of_its_own(curated_commands):
+    """The commands are alike but for the files that say what is kept."""
+    outs = [{words[words.index("--out") + 1] for words in curated_commands(
+        "--keep-fraction", share)} for share in ("0.5", "0.7")]
+    assert len(outs[0]) == len(outs[1]) == 4 and not outs[0] & outs[1]
+
+
+def test_rows_without_truth_have_no_ranking_metrics(tmp_path):
+    file = write_rows(tmp_path / "loss.jsonl", [{"score": 1.0, "bad": True}, {"score": 2.0}])
+    with pytest.raises(utils.UserError, match="the lower rows have no column `bad`"):
+        experiments.ranking_scores(file)
+
+
 def test_color_is_what_the_trusted_rows_take_off_a_loss(tmp_path):
     """The bad row is the one whose loss falls least, whatever it was."""
     rows = [{"base_loss": 3.0, "final_loss": 2.0, "bad": False},

@@ -13,6 +13,7 @@ import ranking
 from data.tokens import load_rows
 from paper import refine
 from paper.__main__ import main
+from utils import UserError
 
 
 @pytest.fixture
@@ -57,6 +58,8 @@ def test_text_rows_and_their_mask(tmp_path, monkeypatch, good, folders):
     monkeypatch.setattr(refine, "HELD_OUT", 12)
     monkeypatch.setattr(refine, "CLEAN_OUT", 12)
     args = arguments(good, folders)
+    with pytest.raises(UserError, match="60 usable rows; --rows 49 takes 61, of which 12 are"):
+        refine.arms_of(arguments(good, folders, rows=49, name="few"), "50% bad", 2)
     arms = refine.arms_of(args, "50% bad", 2)
     rows = tmp_path / "runs/tried/refine/50-bad/rows/seed-2"
     found = {name: read_rows(rows / f"{name}.jsonl") for name in (

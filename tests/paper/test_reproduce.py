@@ -179,7 +179,34 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch, capsys):
     monkeypatch.setattr(reproduce, "run_all", lambda *_: None)
     main(["winrate", "--seeds", "1"])
     stored = json.loads((here / "results/toy_winrate.json").read_text())["results"]
-    assert stored == {"BDS": [{"win_rate": 50.0, "n_draws": 1}]}
+    assert stored == {"BDS": [{"win_rate": 50.0, "n_draws": 1, "n_missing": 0}]}
+
+
+def test_verdicts_that_are_missing_are_asked_for_again_and_counted(here, monkeypatch, capsys):
+    from evaluation import winrate
+
+    folder = here / "runs/small/bds"
+    folder.mkdir(parents=True)
+    verdicts = folder / "answers-seed-0.judged.json"
+    winrate.write_list(verdicts, [{"instruction": "a?", "preference": 2},
+                                  {"instruction": "b?", "preference": None}])
+    answer, asked = verdicts.read_bytes(), []
+
+    def judge(commands, workers):
+        asked.append([file for file in commands if file == verdicts and not file.exists()])
+        verdicts.write_bytes(answer)
+
+    monkeypatch.setattr(reproduce, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]})
+    monkeypatch.setattr(reproduce, "run_all", judge)
+    main(["winrate", "--scale", "small", "--seeds", "1", "--data", "--model m", "--judge",
+          "--local m", "--prompts", "p.json"])
+    assert asked == [[], [verdicts]]
+    stored = json.loads((here / "results/small_winrate.json").read_text())["results"]
+    assert stored == {"BDS": [{"win_rate": 100.0, "n_draws": 0, "n_missing": 1}]}
+    assert "stored: results/small_winrate.json\n" in capsys.readouterr().out
+    main(["winrate", "--scale", "small", "--seeds", "1", "--data", "--model n", "--judge",
+          "--local m", "--prompts", "p.json"])
+    assert "in place of what was made by: python -m paper winrate" in capsys.readouterr().out
 
 
 def test_eq_right_answers_of_the_toy(tmp_path):

@@ -263,10 +263,16 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == model.config.vocab_size
 
 
+def test_a_model_is_not_replaced(tmp_path, refused):
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds a model; give another folder" in refused(lambda: command.main(
+        ["train", "--out", str(tmp_path)]))
+
+
 def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
     """The last of the four names already holds another's rows: refused, and nothing is written."""
     mine = tmp_path / "upper.jsonl"
-    mine.write_text('{"prompt": "my only copy", "response": "of my data"}\n')
+    mine.write_text('{"prompt": "my only copy", "response": "a", "bad": false, "kind": ""}\n')
     words = ["write", "--out", str(tmp_path)]
     assert f"{mine}: holds other rows" in refused(lambda: command.main(words))
     assert [*tmp_path.iterdir()] == [mine] and "my only copy" in mine.read_text()
