@@ -22,7 +22,7 @@ SCALES = {
                    "table3": ["smollm2_table3"],
                    "pairs": [], "ranking": ["smollm2_ranking"],
                    "selectors": ["smollm2_selectors"],
-                   "kept": []}}
+                   "kept": ["smollm2_curated"]}}
 ONLINE, DYNAMIC, AUROC = "online R=10% G=1", "online dynamic", "auroc"
 OMEGA = ("weight/auroc", "base/auroc")  # of one run
 

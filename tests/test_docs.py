@@ -280,7 +280,7 @@ def test_what_was_found_is_stored():
     omega = seed_verdict(*([1 - run[key] for run in stored("smollm2_table1")["results"]["BDS"]]
                            for key in ("weight/auroc", "base/auroc")))
     expected = [(claim(f"toy_{name}", words), claim(text.get(name, f"planted_{name}"), words),
-                 "-" if name == "curated" else f"{omega[0]} ({omega[1]})"
+                 f"{omega[0]} ({omega[1]})"
                  if words.startswith("omega misranks") else claim(f"smollm2_{name}", words))
                 for name, words in found]
     cell = r"(-|\d of \d \([^)]+\))"
