@@ -89,8 +89,8 @@ def row_messages(row, layout, side, place):
     """
     turns = [turn for turn in _turns(row, layout, side, place) if turn["role"] != "system"
              or VISIBLE.search(turn["content"]) or "lost" in turn]
-    if VISIBLE.search(system := text_of(row.get("system"), f'{place}: "system"')) and not any(
-            turn["role"] == "system" for turn in turns):
+    if not any(turn["role"] == "system" for turn in turns) and VISIBLE.search(
+            system := text_of(row.get("system") or "", f'{place}: "system"')):
         turns.insert(0, {"role": "system", "content": system})
     return turns
 

@@ -20,7 +20,7 @@ lower level alone learns the majority. `noise=0.6, contrary_share=2/3` makes bot
 only the trusted set can tell, and with an unrelated upper level nothing can. `noise=0`: all clean.
 
     python -m toy write --out FOLDER [--noise 0.6 --contrary 0.67]   # its rows as files
-    python -m toy train [--steps 6000]           # its base model; 10 to 17 minutes
+    python -m toy train --out FOLDER             # its base model; 10 to 17 minutes
 """
 
 import random
