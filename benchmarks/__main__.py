@@ -8,7 +8,7 @@
     python -m benchmarks selector    omega's step at 10^4 to 10^8 rows, against its optimiser
     python -m benchmarks data        tokenising, start-up, ranking, memory at 10^5 to 10^7 rows
     python -m benchmarks table2      the paper's runtime table, from steps measured here
-    python -m benchmarks gpu         everything that needs a GPU, in calls of minutes (GPU.md)
+    python -m benchmarks gpu         all that needs a GPU; it may be cut short (GPU.md)
 
 `--json FILE` saves the figures with the command, date, commit, hardware and versions. Without flags
 all but `accuracy` run on the embedded toy. What a figure is compared with stands at the top of its
@@ -34,7 +34,7 @@ COMMANDS = {
     "selector": ("selector", "bench_selector", 5, "omega's step"),
     "data": ("data", "bench_data", 3, "rows without a model"),
     "table2": ("table2", "bench_table2", 5, "the paper's runtime table"),
-    "gpu": ("gpu", "bench_gpu", None, "everything that needs a GPU, in calls of minutes"),
+    "gpu": ("gpu", "bench_gpu", None, "all that needs a GPU; it may be cut short"),
 }
 COUNTS = ("rounds", "micro_batch", "batch", "prompts", "max_new_tokens", "generation_batch",
           "lower_tokens", "upper_tokens", "vocabulary", "max_length", "rows")

@@ -474,6 +474,17 @@ def test_attention_sinks_are_refused():
         check_model(model, 1e-3)
 
 
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "sinks", "position_bias", "indices"])
+def test_attention_that_would_be_read_wrongly_is_refused(name):
+    """What transformers hands to an attention that this one does not compute; None is fine."""
+    query, key, value = torch.randn(3, 1, 2, 7, 4)
+    borders = torch.tensor([0, 3, 7], dtype=torch.int32)
+    logprobs.packed_attention(None, query, key, value, None, cu_seqlens=borders, **{name: None})
+    with pytest.raises(ValueError, match=f"needs {name}, which is not supported"):
+        logprobs.packed_attention(None, query, key, value, None, cu_seqlens=borders,
+                                  **{name: torch.ones(1)})
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_attention_is_one_piece_of_memory(dtype):
     """Some models take a view of what their attention returns."""

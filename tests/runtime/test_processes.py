@@ -22,7 +22,7 @@ from runtime import metrics, processes
 from toy import corpus
 from utils import content_hash
 
-TOLERANCE = 1e-9  # the issue asks for 1e-5
+TOLERANCE = 1e-9  # 1e-5 would do
 
 # Reads [[script, arguments], ...] from a file; runs them one after another in the same processes.
 # `kill` is "rank step": that process gets SIGKILL once it has logged that step of the last run.
@@ -306,7 +306,7 @@ def test_two_machines_equal_one_process(options, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_equal_one_in_float32(torchrun, options, tmp_path):
-    """The issue's own figure, 1e-5, in the dtype of the CPU, one start from a fresh adapter."""
+    """Equal to 1e-5 in the dtype of the CPU, one start from a fresh adapter."""
     given = options | {"dtype": "float32", "adapter": None, "lora_rank": 4, "lr": 1e-3}
     done = torchrun(("train_offline", "two", given))
     assert done.code == 0, done.err[-3000:]
