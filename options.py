@@ -117,12 +117,12 @@ def parse(parser, argv, presets=PRESETS):
     refine = getattr(args, "refine", None)
     none_written = refine in ("drop", "original")
     unread = [name for names, is_unread in (
-        (OF_BDS, args.method in ("mix", "sft")), (("lora_rank", "lora_alpha"), args.adapter),
+        ((*OF_BDS, *["keep_fraction"] * args.skip_scores), args.method in ("mix", "sft")),
+        (("lora_rank", "lora_alpha"), args.adapter), (("num_answers", "temperature"), none_written),
         (("ratio", "max_log_ratio"), refine not in (None, "generate")),
         (("max_log_ratio",), refine == "generate" and args.ratio == "lambda"),
-        (("num_answers", "temperature"), none_written), (("dpo_beta",), args.upper_loss != "dpo"),
-        (("k_gen",), none_written and args.mask != "dynamic"),
-        (("epochs",), getattr(args, "token_budget", None)),
+        (("dpo_beta",), args.upper_loss != "dpo"), (("epochs",), getattr(args, "token_budget", 0)),
+        (("k_gen", "first_refresh"), none_written and args.mask != "dynamic"),
         (("upper_limit", "upper_columns"), not (args.upper or args.toy))) if is_unread
         for name in names]
     flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]

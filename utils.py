@@ -16,10 +16,7 @@ os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # a network look-up on 
 
 
 class UserError(Exception):
-    """Bad input from the person who runs a script: one clear line, exit code 2, no traceback.
-
-    The message says which file or flag, which row, what is wrong and what to do about it.
-    """
+    """Bad input: one line (file or flag, row, what is wrong, what to do), exit code 2."""
 
 
 def write_atomic(path, content):
@@ -28,10 +25,8 @@ def write_atomic(path, content):
 
 
 def write_parts(path, parts):
-    """`write_atomic` of bytes that come in parts, none of which is kept.
-
-    The half-written file has the process's number in its name: two may write one path at once.
-    """
+    """`write_atomic` of bytes that come in parts, none of which is kept. The half-written file
+    has the process's number in its name: two may write one path at once."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -80,8 +75,8 @@ def each_jsonl(path):
                     if not isinstance(row, dict):
                         raise ValueError("not an object")
                     yield row
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError(f"{path}: no such file" + ", but a folder" * os.path.isdir(path)) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number or 1}: not valid JSON ({error})") from None
 

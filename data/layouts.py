@@ -84,9 +84,7 @@ def unread_keys(row, layout):
 
 def row_messages(row, layout, side, place):
     """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
-
-    An empty system turn, as exports of chats have it, is none.
-    """
+    An empty system turn, as exports of chats have it, is none."""
     turns = [turn for turn in _turns(row, layout, side, place) if turn["role"] != "system"
              or VISIBLE.search(turn["content"]) or "lost" in turn]
     if not any(turn["role"] == "system" for turn in turns) and VISIBLE.search(
@@ -207,7 +205,10 @@ def clean_messages(messages, end_markers):
                 marker = next(m for m in end_markers if bare.endswith(m))
                 content = bare.removesuffix(marker).rstrip()
         if cleaned and cleaned[-1]["role"] == role:
-            cleaned[-1] |= message | {"content": cleaned[-1]["content"] + "\n" + content}
+            joined = cleaned[-1] | message | {"content": cleaned[-1]["content"] + "\n" + content}
+            if role == "assistant" and ("weight" in cleaned[-1]) != ("weight" in message):
+                joined = {"role": role, "content": joined["content"], "lost": "mixed_weights"}
+            cleaned[-1] = joined
         else:
             cleaned.append(message | {"content": content})
     while cleaned and (cleaned[-1]["role"] != "assistant" or "weight" in cleaned[-1]):
@@ -221,7 +222,7 @@ def why_unusable(messages, row):
         return "no_assistant_turn"
     lost = [message["lost"] for message in messages if "lost" in message]
     if lost or any(row.get(column) for column in MEDIA):
-        return "tool_call" if "tool_call" in lost else "image_or_other_part"
+        return max(["image_or_other_part", *lost])  # tool_call before mixed_weights before it
     if not VISIBLE.search(messages[-1]["content"]):
         return "empty_response"
     if not any(VISIBLE.search(message["content"]) for message in messages[:-1]):

@@ -115,7 +115,7 @@ def load_pairs(source, tokenizer, **options):
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
     chosen = chosen.select([own[row_id][0] for row_id in keep])
     return datasets.concatenate_datasets([chosen, rejected], axis=1), report | {
-        "truncated": report["truncated"] + other_report["truncated"],
+        "layout": "pairs", "truncated": report["truncated"] + other_report["truncated"],
         "dropped": report["dropped"] | dropped}
 
 
@@ -162,7 +162,9 @@ def prompt_overlap(a, b):
 def left_out(report):
     """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
+    sided = "chosen" in (report.get("layout") or "")  # pairs, of which one side is read
     told = [f"dropped {dropped}"] * bool(dropped) + [
+        "rejected answers not read (--upper-loss dpo reads the upper ones)"] * sided + [
         f"{report[key]} {what}" for key, what in (
             ("truncated", "responses cut"), ("bad", "labelled bad"),
             ("unlabelled", "without a label count as good")) if report.get(key)]

@@ -36,7 +36,7 @@ from detect import fact
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 9  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 10  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
@@ -345,7 +345,7 @@ def _render(rows, report, present, tokenizer, protect, columns, template, turns,
                "hash": content_hash(layouts.transcript(before), last["content"]),
                "prompt_hash": content_hash(" ".join(unicodedata.normalize("NFC", prompt).split())),
                "segments": segments, "bad": _flag(row.get("bad"), place),
-               "kind": layouts.text_of(row.get("kind"), f'{place}: "kind"'),
+               "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
                "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
 
 
@@ -368,7 +368,7 @@ def _flag(value, place):
         return False
     if known in (True, 1, "1", "true"):
         return True
-    raise UserError(f'{place}: "bad" must be true or false, not {value!r}')
+    raise UserError(f'{place}: the label "bad" must be true or false, not {value!r}')
 
 
 def _tokenise(batch, report, tokenizer, encode, chat, max_length):

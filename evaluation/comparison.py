@@ -25,6 +25,7 @@ PER_TOKEN = tuple(f"{name}_per_token" for name in SEQUENCE)
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
 SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "dry_run", "cache_dir", "merge",
                    "skip_scores", "device", "fsdp")
+OF_A_MASK_FILE = ("masked_rows", "keep_fraction")  # made from it and the seed's rows
 # Arguments that say which rows a held-out set or the lower level holds.
 DATA_ARGUMENTS = {
     "upper_heldout": ("upper_loss", "upper_columns", "template", "turns", "max_length", "model",
@@ -121,8 +122,9 @@ def comparison_rows(runs):
         if (folder := os.path.realpath(run.folder)) in folders:
             raise UserError(f"{run.folder}: named twice, and a seed counts once; leave one out")
         folders.add(folder)
-        key = json.dumps({k: v for k, v in vars(run.args).items() if k not in SAME_EXPERIMENT},
-                         sort_keys=True)
+        args = vars(run.args)
+        free = SAME_EXPERIMENT + OF_A_MASK_FILE * ("masked_rows" in args)
+        key = json.dumps({k: v for k, v in args.items() if k not in free}, sort_keys=True)
         while any(run.args.seed == other.args.seed for other in groups.get(key, ())):
             key += " again"  # a seed counts once
         groups.setdefault(key, []).append(run)

@@ -22,6 +22,7 @@ from evaluation.runs import (
     check_output,
     each_curated,
     json_value,
+    make_parent,
     read_text,
     read_vector,
 )
@@ -205,6 +206,8 @@ def measure_losses(folder, rows=None, columns=None, out=None, device="auto"):
     if out:
         check_output(out, folder, *([rows] if rows else []))
     model, tokenizer, run = load_trained(folder, device)
+    if not rows:
+        make_parent(run.folder / "losses.json")
     args = training_arguments(run)
     if args.adapter:
         load_start(model, args.adapter)

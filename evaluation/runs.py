@@ -6,6 +6,7 @@ that names the file and the place; the code behind the readers need not ask agai
 
 import functools
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,23 +346,36 @@ def make_parent(out):
     except OSError as error:
         raise UserError(f"{out}: its folder cannot be made ({error.strerror}); choose another "
                         "path") from None
+    if not os.access(Path(out).parent, os.W_OK):
+        raise UserError(f"{out}: its folder may not be written to; choose another path")
     if Path(out).is_dir():
         raise UserError(f"{out}: is a folder; name a file")
     if Path(out).is_symlink() or (Path(out).exists() and not Path(out).is_file()):
         raise UserError(f"{out}: is not a regular file, but a link or a device; name a new file")
 
 
+def data_files(folder):
+    """The files of rows that a run's config.json names; none where it cannot be read."""
+    try:
+        args = json.loads((folder / "config.json").read_text())["args"]
+        return [Path(args[name]) for name in ("lower", "upper", "upper_heldout", "lower_heldout")
+                if args.get(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
 def check_output(path, *inputs):
     """Make the folder of `path`; `UserError` unless a file can be written there that is no input.
 
-    inputs: files, and run folders, whose own files count. A file that others read as a run's must
-    not be made either, so names decide, whether they exist or not.
+    inputs: files, and run folders, whose own files and data count. A file that others read as a
+    run's must not be made either, so names decide, whether they exist or not.
     """
     make_parent(path)
     path = Path(path)
     target = path.resolve()
     for source in map(Path, inputs):
-        for own in [source / name for name in RUN_FILES] if source.is_dir() else [source]:
+        for own in [*(source / name for name in RUN_FILES), *data_files(source)] if (
+                source.is_dir()) else [source]:
             same = path.exists() and own.exists() and path.samefile(own)
             if same or own.resolve() in (target, *target.parents):
                 raise UserError(f"{path}: would overwrite {own}; choose another file")

@@ -469,6 +469,16 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
             == (whole.out / "weights.jsonl").read_bytes())
 
 
+def test_a_folder_instead_of_a_ranking(bad, tmp_path):
+    bad(f"{tmp_path}: no such file, but a folder", method="sft", keep=tmp_path)
+
+
+def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(utils.UserError, match="its folder may not be written to"):
+        make_parent(tmp_path / "report.html")
+
+
 def test_no_link_is_written_over(tmp_path):
     (tmp_path / "target").write_text("old")
     for name in ("target", "gone", "link"):

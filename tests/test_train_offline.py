@@ -761,6 +761,9 @@ def test_every_flag_is_read_somewhere(parser):
     (["--adapter", "runs/first/adapter", "--lora-ra", "8"], "not read by this run: --lora-rank\n"),
     (["--preset", "toy", "--method", "sft"], ""),   # a preset's values are nobody's words
     (["--dpo-beta", "0.2"], "not read by this run: --dpo-beta\n"),
+    (["--method", "mix", "--skip-scores", "--keep-fraction", "0.5"],
+     "not read by this run: --keep-fraction\n"),
+    (["--method", "mix", "--keep-fraction", "0.5"], ""),
     (["--method", "mix", "--token-budget", "500", "--epochs", "7"],
      "not read by this run: --epochs\n"),
     (["--method", "sft", "--model", "m", "--lower", "rows", "--upper-limit", "3"],
@@ -773,7 +776,7 @@ def test_flags_that_a_run_does_not_read_are_named(capsys, words, line):
 
 @pytest.mark.parametrize("refine, line", [
     ("generate", ""), ("accept", "not read by this run: --ratio\n"),
-    ("drop", "not read by this run: --ratio, --num-answers, --temperature\n")])
+    ("drop", "not read by this run: --num-answers, --temperature, --ratio\n")])
 def test_flags_of_answers_that_no_run_writes_are_named(capsys, refine, line):
     train_online.parse_args(["--refine", refine, "--num-answers", "2", "--temperature", "0.7",
                              "--ratio", "lambda"])
@@ -782,10 +785,10 @@ def test_flags_of_answers_that_no_run_writes_are_named(capsys, refine, line):
 
 def test_an_unread_clamp_and_an_unread_k_gen_are_named(capsys):
     train_online.parse_args(["--ratio", "lambda", "--max-log-ratio", "2"])
-    train_online.parse_args(["--refine", "drop", "--k-gen", "2"])
+    train_online.parse_args(["--refine", "drop", "--k-gen", "2", "--first-refresh", "1"])
     train_online.parse_args(["--refine", "drop", "--k-gen", "2", "--mask", "dynamic"])
     assert capsys.readouterr().out == (
-        "not read by this run: --max-log-ratio\nnot read by this run: --k-gen\n")
+        "not read by this run: --max-log-ratio\nnot read by this run: --k-gen, --first-refresh\n")
 
 
 def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):

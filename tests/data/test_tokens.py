@@ -358,6 +358,9 @@ def test_pairs_that_differ_behind_the_cut_only_are_equal(tokenizer, tmp_path):
                                    cache_dir=tmp_path / "cache")
     assert report["dropped"]["equal"] == [1] and list(made["row_id"]) == [0]
     assert sets.left_out(report) == ", dropped {'equal': 1}, 3 responses cut"
+    _, report = tokens.load_rows(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "cache")
+    assert sets.left_out(report) == (
+        ", rejected answers not read (--upper-loss dpo reads the upper ones)")
     assert len(sets.load_pairs(tmp_path / "x.jsonl", tokenizer, cache_dir=tmp_path / "c2")[0]) == 2
 
 
@@ -399,6 +402,16 @@ def test_an_answer_of_weight_0_is_read_and_not_trained_on(load, tokenizer):
             load([{"messages": [CHAT[0], CHAT[1] | {"weight": weight}]}])
     _, report = load([{"messages": CHAT}, {"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}])
     assert report["dropped"]["no_assistant_turn"] == [1]
+
+
+@pytest.mark.parametrize("weights", [(0, 1), (1, 0), (0, 1, 1), (1, 1, 0), (0, 1, 0)])
+def test_answers_in_a_row_of_different_weights_are_dropped_by_name(load, weights):
+    """Joined they are one turn, and only a part of it would train; never an earlier answer."""
+    drafts = [{"role": "assistant", "content": f"d{n}", "weight": w} for n, w in enumerate(weights)]
+    _, report = load([{"messages": CHAT}, {"messages": [*CHAT[:3], *drafts]}])
+    assert report["dropped"] == {"mixed_weights": [1]}
+    assert load([{"messages": [CHAT[0], drafts[0] | {"weight": 1}, drafts[1] | {"weight": 1}]}])[0][
+        0]["response"] == "d0\nd1"
 
 
 def test_roles_may_begin_with_a_capital(load):

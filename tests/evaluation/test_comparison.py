@@ -55,6 +55,17 @@ def test_seeds_of_two_digits_and_no_clipping(tmp_path):
     assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("bds", 3)]
 
 
+def test_seeds_under_a_mask_file_are_one_experiment(tmp_path):
+    """What a run makes of the file and of its seed's rows is no other setting."""
+    runs = [Run(fabricate(tmp_path / "x" / f"seed-{seed}", seed=seed, args={
+        "mask": "ranking.jsonl", "masked_rows": f"hash {seed}", "keep_fraction": 0.8 - seed / 20}))
+        for seed in (0, 1)]
+    assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("x", 2)]
+    for run in runs:
+        del run.args.masked_rows
+    assert [row["n"] for row in comparison_rows(runs)] == [1, 1]
+
+
 def test_two_rows_of_one_name_are_told_apart(tmp_path):
     runs = [Run(fabricate(tmp_path / "x" / f"seed-{seed}", seed=seed, args={"lr": lr}))
             for seed, lr in ((0, 0.1), (1, 0.1), (2, 0.2), (3, 0.2))]

@@ -2,15 +2,17 @@
 
 import json
 
+import pytest
 import torch
 from conftest import make_rows, read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import load_file, save_file
 
 import eval as front
-from evaluation.rankings import ranking_over_epochs
+from evaluation.rankings import ranking_over_epochs, rethreshold
 from evaluation.runs import Run
 from ranking import auroc
+from utils import UserError
 
 
 def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
@@ -135,3 +137,17 @@ def test_keep_by_a_loss_of_the_final_model(files, train, refused):
     plain = train(files(lower=10), out="plain", epochs=1)
     assert "has no attainable_loss" in refused(lambda: front.main(
         ["keep", str(plain.out), "--keep-fraction", "0.4", "--by", "corrected"]))
+
+
+def test_the_rows_of_a_run_are_not_written_over(tmp_path):
+    """They are no file of its folder; its config.json names them."""
+    source = tmp_path / "noisy.jsonl"
+    write_rows(source, [{"prompt": "a", "response": "b"}])
+    before = source.read_text()
+    for name in ("lower", "upper", "upper_heldout", "lower_heldout"):
+        run = fabricate(tmp_path / name, args={name: str(source)})
+        with pytest.raises(UserError, match=f"would overwrite {source}"):
+            rethreshold(run, 0.5, source)
+        (run / "config.json").write_text("[]")
+        rethreshold(run, 0.5, tmp_path / f"{name}.jsonl")
+    assert source.read_text() == before

@@ -112,6 +112,14 @@ def test_a_closed_pipe_ends_quietly(lines):
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
+def test_a_closed_standard_output_is_no_error():
+    given, environment = python("-c", "from runtime import command\n"
+                                "command.run(lambda: print(1))")
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *given], env=environment, cwd=ROOT,
+                          stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def start(given, environment, **more):
     """A process that Ctrl-C reaches, also where the tests run in the background."""
     return subprocess.Popen(given, env=environment, cwd=ROOT, text=True, stderr=subprocess.PIPE,
