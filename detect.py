@@ -92,7 +92,10 @@ def relevance(given, blank):
 
     given, blank (T,): log-probs of the answer's tokens behind its own and the blank prompt. About
     zero or above: the question does not help. A sum, so that a long answer counts for more.
+    ValueError for two lengths.
     """
+    if given.shape != blank.shape:
+        raise ValueError(f"{len(given)} and {len(blank)} log-probs of one answer")
     return float((blank.double() - given.double()).sum())
 
 

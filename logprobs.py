@@ -135,6 +135,7 @@ def _chunked(hidden, head, targets, wants_grad, kernel):
     gradient = torch.empty_like(hidden) if wants_grad else None
     # Off CUDA no product of bf16 tensors ends in float32: the head is widened, once for all chunks.
     wide = head if head.dtype == dtype or head.is_cuda else head.to(dtype)
+    second = head if hidden.dtype == head.dtype else wide  # factor of the second product
     chunk = _chunk_rows(length, vocabulary, hidden.device)
     # Rows start at multiples of 32 bytes: products of unaligned rows leave the fast kernels.
     buffer = torch.empty(min(chunk, length), -(-vocabulary // 16) * 16, dtype=dtype,
@@ -144,11 +145,11 @@ def _chunked(hidden, head, targets, wants_grad, kernel):
         rows = slice(start, min(start + chunk, length))
         with _exact_products(hidden.dtype, head.dtype):
             logits = _logits(hidden[rows], wide, buffer[: rows.stop - start])
-        d_logits = rows_to_logprobs(logits, targets[rows], logps[rows], wants_grad, head.dtype)
+        d_logits = rows_to_logprobs(logits, targets[rows], logps[rows], wants_grad, second.dtype)
         if wants_grad and hidden.dtype == head.dtype:
             torch.mm(d_logits, head, out=gradient[rows])
         elif wants_grad:
-            gradient[rows] = d_logits @ head
+            gradient[rows] = d_logits @ second
     return logps, gradient
 
 

@@ -44,7 +44,8 @@ class Selector:
     center     subtract a running mean of past losses from C (deviation 3)
     dtype      float64 stays float64; anything else is held and computed in float32
 
-    `logits` is omega, shape (N,). All arithmetic is on `device`; nothing is random.
+    `logits` is omega, shape (N,); set it by `logits.copy_()`, a write through `.data` is not seen.
+    All arithmetic is on `device`; nothing is random. It can be copied and pickled.
     """
 
     CENTER_DECAY = 0.9  # of the running mean; about the last ten batches
@@ -63,6 +64,9 @@ class Selector:
             raise ValueError(f"optimizer must be 'adam' or 'sgd', got {optimizer!r}")
         self.optimizer = kinds[optimizer]([self.logits], lr=lr, fused=True)
         self._buffer = self._made = None  # exp(omega - max); (version of omega, max, mean of exp)
+
+    def __getstate__(self):  # without the cache: the version of a copied tensor starts anew
+        return self.__dict__ | {"_buffer": None, "_made": None}
 
     def _exp(self):
         """(exp(omega - max), max, the exponentials' mean) of the omega of now.
@@ -104,8 +108,8 @@ class Selector:
 
             g_j = (gamma / B) * (sum_b C_b W_{i_b} [i_b = j]  -  W_j / N * sum_b C_b W_{i_b})
 
-        Raises FloatingPointError when a loss or gamma is not finite: omega would be lost for good;
-        ValueError for rows that are none. Nothing has changed then.
+        Raises FloatingPointError when gamma, a loss or their weighted sum is not finite: omega
+        would be lost for good; ValueError for rows that are none. Nothing has changed then.
         """
         rows = rows.to(self.logits.device)
         losses = losses.detach().to(self.logits)
@@ -114,20 +118,20 @@ class Selector:
                 len(rows) and int(rows.min()) >= 0 and int(rows.max()) < len(self.logits)):
             raise ValueError(f"rows {rows} and losses {losses}: an index a loss, at least one, "
                              f"from 0 to {len(self.logits) - 1}")
-        if not torch.isfinite(losses).all() or not math.isfinite(gamma):
-            raise FloatingPointError(f"the selector got a gamma of {gamma} or a loss that is not "
-                                     f"finite: {losses}")
+        exp, _, mean = self._exp()
+        # The first batch has no past: its own mean stands in, once.
+        past = losses.mean() if self.baseline is None else self.baseline
+        cost = losses - past if self.center else losses
+        weighted = cost * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
+        total = weighted.sum()
+        if not math.isfinite(total):
+            raise FloatingPointError(f"with a gamma of {gamma} the weighted losses are not finite: "
+                                     f"{losses}")
         self.last_losses[rows] = losses
         if self.center:
-            mean = losses.mean()
-            # The first batch has no past: its own mean stands in, once.
-            baseline = mean if self.baseline is None else self.baseline
-            losses = losses - baseline
-            self.baseline = baseline + (1.0 - self.CENTER_DECAY) * (mean - baseline)
-        exp, _, mean = self._exp()
-        weighted = losses * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
-        gradient = exp.mul_(-weighted.sum() / (mean * len(exp)))        # the dense part
-        gradient.index_add_(0, rows, weighted)                          # the sparse part
+            self.baseline = past + (1.0 - self.CENTER_DECAY) * (losses.mean() - past)
+        gradient = exp.mul_(-total / (mean * len(exp)))  # the dense part
+        gradient.index_add_(0, rows, weighted)           # the sparse part
         self.logits.grad = gradient
         self.optimizer.step()
         self.logits.grad = None

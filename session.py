@@ -342,10 +342,8 @@ def final_scores(run, columns, result):
 
 
 def see_guidance(run, losses, lengths):
-    """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end.
-
-    Only where trusted answers trained and others are held out, and the run began at the base.
-    """
+    """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end. Only
+    where trusted answers trained and others are held out, and the run began at the base."""
     args, held_out = run.args, run.levels.upper_heldout
     alone = args.method == "sft" or (args.method == "mix" and args.rho == 1)
     if args.adapter or alone or held_out is None or args.upper_loss == "dpo":

@@ -120,10 +120,8 @@ def load_pairs(source, tokenizer, **options):
 
 
 def split_held_out(rows, count, seed):
-    """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
-
-    Rows of one prompt stay together, so no prompt is on both sides.
-    """
+    """(train, held_out): `count` rows that training never sees, fewer where prompts repeat. Rows
+    of one prompt stay together, so no prompt is on both sides."""
     groups = {}
     for position, (prompt,) in enumerate(each_row(rows, "prompt_hash")):
         groups.setdefault(prompt, []).append(position)
@@ -146,10 +144,8 @@ def first_places(prompts):
 
 
 def prompt_overlap(a, b):
-    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`.
-
-    In Arrow's own memory: ten million rows as Python objects would take a gigabyte and minutes.
-    """
+    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`. In Arrow's own memory:
+    ten million rows as Python objects would take a gigabyte and minutes."""
     def parts(rows, columns):
         return rows.select_columns(columns).with_format("arrow").iter(batch_size=500_000)
 

@@ -291,10 +291,8 @@ def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_l
 
 
 def _sample(rows, limit, seed, report):
-    """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
-
-    The subset depends on the seed and on nothing that ran before. Counts the rows of the source.
-    """
+    """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order. The
+    subset depends on the seed and on nothing that ran before. Counts the rows of the source."""
     generator, kept = random.Random(seed), []
     for row_id, (place, row) in enumerate(rows):
         report["rows_in_source"] += 1

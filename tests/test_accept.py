@@ -668,6 +668,13 @@ def test_a_mask_from_a_file(online, files, mask_of, refused, tmp_path):
         assert sorted(e["row_id"] for e in run.weights[9:]) == masked
         assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == masked
         assert all(step["masked_share"] == pytest.approx(5 / 14) for step in run.metrics)
+    # Until the first refresh the masked rows train on their originals, if generation comes.
+    late, plain = (online(paths, out=f"late {refine}", refine=refine, first_refresh=2, **options)
+                   for refine in ("generate", "original"))
+    for name in ("lower_loss", "grad_norm"):
+        assert [step[name] for step in late.metrics[:2]] == [
+            step[name] for step in plain.metrics[:2]]
+    assert late.metrics[0]["lower_loss"] != run.metrics[0]["lower_loss"]  # which drops them
     # As many rows as a random mask of that share: only the choice differs.
     for kept, line in ((lambda n: True, r"mask.jsonl: there is no row that it lists and"),
                        (lambda n: False, r"mask.jsonl: keeps none of the 14 lower rows")):
@@ -847,6 +854,7 @@ def test_a_found_answer_is_the_one_of_its_source(online, files, mask_of, monkeyp
         assert by_id[place]["generated_at"] == 0 and by_id[place]["ratio"] is None
         assert by_id[place]["why"].startswith("search: margin ")
     assert all(by_id[n]["way"] is None and by_id[n]["why"] is None for n in range(9, 16))
+    assert run.result["answers_generated"] == run.result["refined/answers"] == 9
     page = tmp_path / "page.html"
     eval_front.main(["report", str(run.out), "--out", str(page)])
     text = page.read_text()

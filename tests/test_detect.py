@@ -123,6 +123,11 @@ def test_the_evidence_does_not_depend_on_the_packing(model, monkeypatch):
         assert torch.allclose(values, whole[name], atol=1e-10, equal_nan=True), name
 
 
+def test_log_probs_of_two_answers_are_refused():
+    with pytest.raises(ValueError, match="2 and 1 log-probs of one answer"):
+        detect.relevance(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0]))
+
+
 def test_repetition_and_copies():
     assert detect.repetition([1, 2, 3]) == 0 and detect.repetition([]) == 0
     assert detect.repetition([1, 2, 3, 4] * 3) == 1 - 4 / 9

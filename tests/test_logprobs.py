@@ -121,6 +121,19 @@ def test_low_precision(dtype, value_error, gradient_error):
     assert error < gradient_error
 
 
+@pytest.mark.parametrize(("hidden_dtype", "head_dtype", "most"), [
+    (torch.float64, torch.float32, 1e-12), (torch.float64, torch.bfloat16, 1e-12),
+    (torch.float32, torch.bfloat16, 1e-5)])
+def test_the_gradient_has_the_precision_of_the_hidden_states(hidden_dtype, head_dtype, most):
+    hidden, head, targets = problem(40, 503)
+    hidden, head, upstream = hidden.to(hidden_dtype), head.to(head_dtype), torch.ones(40)
+    values, gradient = fast(hidden, head, targets, upstream)
+    expected, expected_gradient = brute_force(hidden, head, targets, upstream)
+    assert values.dtype == gradient.dtype == hidden_dtype
+    assert (values - expected).abs().max() < 3 * most
+    assert (gradient - expected_gradient).norm() < most * expected_gradient.norm()
+
+
 def test_bf16_products_on_a_cpu_are_exact_and_switched_on_for_a_while(monkeypatch):
     """As exact as float32's at sizes where oneDNN takes over; the setting is back, also after an
     error; float32 and fp16 never see it."""

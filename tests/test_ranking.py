@@ -1,5 +1,6 @@
 """Losses against plain forwards and real generation, rankings against counting pairs."""
 
+import math
 
 import datasets
 import pytest
@@ -167,6 +168,21 @@ def test_precision_and_recall_do_not_depend_on_the_files_order():
         order = torch.randperm(7, generator=torch.Generator().manual_seed(seed)).tolist()
         assert ranking_metrics(*([values[i] for i in order] for values in (
             scores, bad, kinds))) == pytest.approx(expected)
+
+
+def test_no_other_row_looks_worse_than_a_flagged_one():
+    surprise, least = ranking.flagged_last(torch.tensor([5.0, 2, 9, 1]),
+                                           torch.tensor([True, True, False, False]))
+    assert (surprise.tolist(), float(least)) == ([5, 2, 2, 1], 2)
+    surprise, least = ranking.flagged_last(torch.tensor([5.0, 2]), torch.tensor([False, False]))
+    assert (surprise.tolist(), float(least)) == ([5, 2], 5)
+
+
+def test_omega_begins_lower_the_worse_a_flagged_row_looks():
+    start = ranking.first_logits({"reason": torch.tensor([0, 2, -1, 1]),
+                                  "surprise": torch.tensor([5.0, 3, 1, 4])})
+    assert start.tolist() == pytest.approx([math.log(0.1) - 2, math.log(0.1), 0,
+                                            math.log(0.1) - 1])
 
 
 def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch):

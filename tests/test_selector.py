@@ -4,8 +4,10 @@ The brute force below is written from the paper: a softmax, a mean, autograd. It
 the selector, which never builds the softmax's Jacobian.
 """
 
+import copy
 import io
 import math
+import pickle
 from fractions import Fraction
 from pathlib import Path
 
@@ -222,6 +224,33 @@ def test_a_loss_that_is_not_finite_changes_nothing(bad):
     with pytest.raises(FloatingPointError, match="not finite"):
         made.step(torch.tensor([0, 1]), torch.tensor([1.0, bad]), 1.0)
     assert torch.equal(made.logits, before) and made.last_losses.isnan().all()
+
+
+def test_finite_losses_whose_sum_is_not_change_nothing():
+    made = Selector(3, 1.0, "sgd", center=True)
+    made.logits.copy_(torch.tensor([1.0, 0.0, 0.0]))
+    for losses in ([3e38, 1.0], [1e38, -1e38]):
+        with pytest.raises(FloatingPointError, match="the weighted losses are not finite"):
+            made.step(torch.tensor([0, 1]), torch.tensor(losses), 10.0)
+    assert made.logits.tolist() == [1, 0, 0] and made.baseline is None
+    assert made.last_losses.isnan().all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_weights_of_its_own(copied):
+    """The version of a copied tensor starts anew and may meet that of the cached exponentials."""
+    made = Selector(4, 1.0, "sgd")
+    made.logits.zero_()
+    made.logits.copy_(torch.tensor([1.0, 0, 0, 0]))
+    made.weights()
+    other = copied(made)
+    for value in range(1, 6):
+        omega = torch.tensor([0, 0, 0, float(value)])
+        other.logits.copy_(omega)
+        torch.testing.assert_close(other.weights(), 4 * omega.softmax(0))
+    torch.testing.assert_close(made.weights(), 4 * torch.tensor([1.0, 0, 0, 0]).softmax(0))
+    other.step(torch.tensor([1]), torch.ones(1), 1.0)
+    assert made.last_losses.isnan().all()
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -55,6 +55,13 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
         lambda: front.main(["losses", nowhere, "--out", nowhere + "/x.jsonl"]))
     assert not Path(nowhere).exists()
 
+    broken = tmp_path / "broken"
+    shutil.copytree(run.out, broken)
+    save_file({"losses": torch.zeros(12)}, broken / "weights" / "base_losses.safetensors")
+    (broken / "losses.json").unlink()
+    assert "would compare two models" in refused(lambda: front.main(["losses", str(broken)]))
+    assert not (broken / "losses.json").exists()
+
     held = tmp_path / "heldout.jsonl"
     other = train(files(lower_heldout=5) | {"heldout": write_rows(
         held, make_rows(4, seed=5))}, out="held", epochs=1)
@@ -62,12 +69,6 @@ def test_losses_are_those_of_the_run_and_of_its_base(files, train, tmp_path, cap
     assert "the rows of upper_heldout have changed since the run" in refused(
         lambda: front.main(["losses", str(other.out)]))
 
-    broken = tmp_path / "broken"
-    shutil.copytree(run.out, broken)
-    save_file({"losses": torch.zeros(12)}, broken / "weights" / "base_losses.safetensors")
-    (broken / "losses.json").unlink()
-    assert "have changed since the run" in refused(lambda: front.main(["losses", str(broken)]))
-    assert not (broken / "losses.json").exists()
 
 
 def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp_path):

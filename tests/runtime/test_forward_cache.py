@@ -7,7 +7,9 @@ import torch
 from conftest import make_llama, make_tokenizer
 from safetensors.torch import save_file
 
+import logprobs
 import ranking
+import session
 from runtime.cache import cached_columns
 
 
@@ -40,8 +42,8 @@ def test_one_pass_for_many_runs(train, online, files, counted, tmp_path):
     assert runs[3].result == runs[0].result
 
 
-def test_another_model_or_other_rows_are_computed(train, files, counted, tmp_path):
-    """Other weights under the same path, another dtype, length, epsilon or row: no old losses."""
+def test_another_model_or_other_rows_are_computed(train, files, counted, tmp_path, monkeypatch):
+    """Other weights under the same path, another dtype, length, epsilon, row, kernel or torch."""
     folder = tmp_path / "model"
     make_llama().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -63,6 +65,13 @@ def test_another_model_or_other_rows_are_computed(train, files, counted, tmp_pat
     assert passes() == 5
     paths = files(longest=9)
     assert (passes(), passes()) == (6, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(logprobs, "KERNEL", "reference")
+        assert passes() == 7
+    real = session.folder.environment
+    monkeypatch.setattr(session.folder, "environment",
+                        lambda *given: real(*given) | {"torch": "another"})
+    assert passes() == 8
 
 
 def test_with_an_adapter_nothing_is_cached(train, files, adapters, counted, tmp_path):
