@@ -889,6 +889,11 @@ def test_the_memory_estimate_is_what_backward_keeps(made, dtype):
         return needs.memory - none.memory
 
     assert (whole := activations()) == pytest.approx(sum(n for n, _ in saved.values()), rel=0.25)
+    args.correction = 0  # without theta_hat one adapter less: parameter, gradient, two moments
+    alone = session.memory_and_disk(args, base.config, 0, 0).memory
+    args.correction = 0.7
+    assert session.memory_and_disk(args, base.config, 0, 0).memory - alone == 16 * sum(
+        p.numel() for name, p in model.named_parameters() if "lora_" in name)
     args.gradient_checkpointing = True
     assert activations() < whole / 2
     alone, args.merge = session.memory_and_disk(args, base.config, 50, 9).disk, True

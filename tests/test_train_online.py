@@ -592,6 +592,18 @@ def test_architectures_and_templates(online, files, folders, tmp_path, spied, mo
         assert math.isfinite(run.result[key])
 
 
+def test_what_the_log_says_of_a_step_by_hand():
+    """Four rows, the last two masked, one of them without an answer; two ratios of one question."""
+    said = train_online.step_metrics(
+        0.25, torch.tensor([1.0, 3, 2, 0]), torch.tensor([2.0, 4]), torch.tensor([1.0, 2, 5, 9]),
+        torch.tensor([1.0, 2, 6, 0]), torch.tensor([False, False, True, True]),
+        torch.tensor([True, True, True, False]), torch.tensor([[1.0, 3.0]]), 1)
+    assert said == pytest.approx({
+        "upper_loss": 3, "lower_loss": 19 / 4, "loss": 0.25 * 19 / 4 + 0.75 * 3,
+        "lower_loss_masked": 5, "lower_loss_unmasked": 1.5, "masked_share": 0.5,
+        "ratio_mean": 2, "ratio_max": 3, "ratio_ess": 16 / 10, "ratio_clamped": 1})
+
+
 def test_chat_answers_end_with_the_turn_or_with_eos(folders, files, tmp_path):
     """End tokens: EOS and what complete rows end in; of a plain template EOS alone."""
 
