@@ -178,6 +178,10 @@ def start(run, selects=True):
     if args.adapter:
         run.weights["adapter_weights"] = folder.fingerprint(
             {name: p for name, p in model.named_parameters() if p.requires_grad})
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of no run
+            began = json.loads((Path(args.adapter).parent / "config.json").read_text())["model"]
+            if began["base_weights"] != run.weights["base_weights"]:
+                print(f"warning: {args.adapter}: was trained on other base weights than --model's")
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
     run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}
@@ -247,10 +251,8 @@ def base_tests(run):
 
 
 def remembered(run, model, rows, ends, facts, blank, label):
-    """`ranking.row_evidence` of rows under the base model, made once for all runs.
-
-    An adapter that a run begins with is not in the key (its alpha is no weight): no cache there.
-    """
+    """`ranking.row_evidence` of rows under the base model, made once for all runs. An adapter that
+    a run begins with is not in the key (its alpha is no weight): no cache there."""
     sizes = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
         sizes.pop(name, None)

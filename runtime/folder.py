@@ -44,10 +44,8 @@ def environment(device, dtype):
 
 
 def fingerprint(tensors):
-    """16 hex digits of {name: tensor}: names, shapes, dtypes and the sum of each one's bits.
-
-    Eight bytes a time, modulo 2^64: a changed bit changes the sum, at the speed of memory.
-    """
+    """16 hex digits of {name: tensor}: names, shapes, dtypes and the sum of each one's bits. Eight
+    bytes a time, modulo 2^64: a changed bit changes the sum, at the speed of memory."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -68,6 +68,19 @@ def test_an_adapter_of_a_wider_and_of_a_deeper_model(train, files, refused, tmp_
         assert f"{name}: not an adapter of this model" in line and "lora_" in line
 
 
+def test_a_runs_adapter_over_another_base_is_said(train, files, tmp_path):
+    """A base and its instruct model have the same shapes; PEFT says nothing either."""
+    folder = tmp_path / "model"
+    for seed in (0, 5):
+        make_llama(seed=seed).save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+        if seed == 0:
+            first = train(files(), str(folder), out="first", epochs=1)
+        again = train(files(), str(folder), adapter=first.out / "adapter", out=f"again {seed}",
+                      epochs=1)
+        assert ("was trained on other base weights than --model's" in again.text) == (seed == 5)
+
+
 def test_a_matching_adapter_is_loaded_bit_for_bit(folders, adapters):
     model = models.add_lora(models.load_model(str(folders["llama"]), torch.device("cpu")),
                             adapter=str(adapters["llama"]))
