@@ -46,10 +46,10 @@ Efron et al., JASA 96 (2001). Weighted p-values: Genovese, Roeder and Wasserman,
 
 Blind spots. A wrong word, number, English negation or name lowers the rank of a fluent answer where
 the model is good. An answer cut at the end of a sentence looks finished to a small model, and a
-neighbour's answer nearly right. Tables, indented code and refrains repeat themselves. A fault that
-few rows have is ranked last and hardly flagged, without trusted rows. What is rare looks bad: see
-who is flagged by length, language and code. Without trusted rows a loss or boilerplate that most
-rows share *is* the null. A row cut by a length limit has no end to judge.
+neighbour's answer nearly right. Tables, indented code and refrains repeat themselves. What is rare
+looks bad: see who is flagged by length, language and code. Without trusted rows a rare fault is
+ranked last, but hardly flagged, and a loss or boilerplate that most rows share *is* the null. A row
+cut by a length limit has no end to judge.
 
 Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """

@@ -16,7 +16,7 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
     k = K_gen. `--first-refresh K` trains on originals up to step K; a mask FILE drops them from
-    step 0 on, but under generate and original.
+    step 0 on, except under generate and original.
 10. The ratio is one of sequence probabilities, sums over tokens, at temperature 1, scored by the
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
