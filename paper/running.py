@@ -36,13 +36,15 @@ def run_all(runs, workers):
 
     The log's first line is the command. Each command is a process of its own, forked from one that
     has torch and transformers imported: that saves a third of a short run. Raises `UserError` with
-    the last line of the first log that failed.
+    the last line of the first log that failed, once the other runs of that moment have ended; an
+    interrupt ends them.
     """
     for file, command in runs.items():
         check_command(file, command)
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    started = []
 
     def one(file, command):
         log = log_of(file)
@@ -52,6 +54,7 @@ def run_all(runs, workers):
             words += ["--resume"]
         process = context.Process(target=as_main, args=(command, words, log))
         process.start()
+        started.append(process)
         process.join()
         if process.exitcode:
             text = log.read_text().removeprefix(f"$ {command}\n").strip()
@@ -66,8 +69,11 @@ def run_all(runs, workers):
             for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures),
                                desc="runs", unit="run", disable=not futures):
                 future.result()
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):  # a SIGTERM reaches this process alone
+                for process in started:
+                    process.terminate()
             raise
 
 

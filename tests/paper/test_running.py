@@ -1,5 +1,10 @@
 """Commands side by side: scripts and modules, finished ones, failing ones."""
 
+import os
+import signal
+import threading
+import time
+
 import pytest
 
 from paper import running
@@ -37,3 +42,24 @@ def test_modules_run_like_scripts_and_once(module):
 def test_a_failing_module_is_named_with_its_last_line(module):
     with pytest.raises(UserError, match=r"-m shout .*quiet: exit code 1: heard quiet"):
         running.run_all({module / "x.txt": f"-m shout {module / 'y.txt'} quiet"}, 1)
+
+
+def test_an_interrupt_ends_what_runs(module):
+    """A SIGTERM of one process does not reach those that it has started."""
+    (module / "wait").mkdir()
+    (module / "wait" / "__main__.py").write_text(
+        "import os, sys, time\nfrom pathlib import Path\n\nif __name__ == '__main__':\n"
+        "    Path(sys.argv[1]).write_text(str(os.getpid()))\n    time.sleep(600)\n")
+    noted = module / "started.txt"
+
+    def interrupt():
+        while not (noted.exists() and noted.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        running.run_all({module / "a.txt": f"-m wait {noted}", module / "b.txt": "-m wait b"}, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
+    assert not (module / "b.log").exists()
