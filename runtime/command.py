@@ -36,7 +36,7 @@ def run(main, resumes=False):
     holds the command that continues the run. Of several processes the first that fails prints. One
     whose partner is gone ends with exit code 1 and one line. A closed pipe (`| head`) ends quietly.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, closed by the caller
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, the caller closed it
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that a row has
     before = None
