@@ -20,7 +20,7 @@ SCALES = {
                    "selectors": ["planted_selectors"], "kept": ["planted_default_curated"]},
     "text, 135M": {"table1": ["smollm2_table1", "smollm2_dynamic_table1"],
                    "table3": ["smollm2_table3"],
-                   "pairs": [], "ranking": ["smollm2_ranking"],
+                   "pairs": ["smollm2_table3_dpo"], "ranking": ["smollm2_ranking"],
                    "selectors": ["smollm2_selectors"],
                    "kept": ["smollm2_curated"]}}
 ONLINE, DYNAMIC, AUROC = "online R=10% G=1", "online dynamic", "auroc"
