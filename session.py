@@ -178,7 +178,7 @@ def start(run, selects=True):
     if args.adapter:
         run.weights["adapter_weights"] = folder.fingerprint(
             {name: p for name, p in model.named_parameters() if p.requires_grad})
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of no run
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             began = json.loads((Path(args.adapter).parent / "config.json").read_text())["model"]
             if began["base_weights"] != run.weights["base_weights"]:
                 print(f"warning: {args.adapter}: was trained on other base weights than --model's")

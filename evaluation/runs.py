@@ -360,7 +360,7 @@ def data_files(folder):
         args = json.loads((folder / "config.json").read_text())["args"]
         return [Path(args[name]) for name in ("lower", "upper", "upper_heldout", "lower_heldout")
                 if args.get(name)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 
 

@@ -548,7 +548,7 @@ def test_bad_and_kind_pass_through(load, tmp_path):
     rows, _ = load(late)
     assert list(rows["bad"]) == [False] * 4 + [True] * 4
     assert list(rows["kind"]) == [""] * 7 + ["cut"]
-    with pytest.raises(UserError, match=r"line 1: \"bad\""):
+    with pytest.raises(UserError, match=r"line 1: the label \"bad\""):
         load([{"prompt": "a", "response": "b", "bad": "perhaps"}])
 
 
