@@ -14,6 +14,7 @@ import re
 import runpy
 import shlex
 import sys
+import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -44,7 +45,7 @@ def run_all(runs, workers):
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    started = []
+    started, interrupted = [], threading.Event()
 
     def one(file, command):
         log = log_of(file)
@@ -55,6 +56,8 @@ def run_all(runs, workers):
         process = context.Process(target=as_main, args=(command, words, log))
         process.start()
         started.append(process)
+        if interrupted.is_set():  # while it started, so the list came too late
+            process.terminate()
         process.join()
         if process.exitcode:
             text = log.read_text().removeprefix(f"$ {command}\n").strip()
@@ -72,6 +75,7 @@ def run_all(runs, workers):
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(error, KeyboardInterrupt):  # a SIGTERM reaches this process alone
+                interrupted.set()
                 for process in started:
                     process.terminate()
             raise

@@ -49,7 +49,8 @@ def test_an_interrupt_ends_what_runs(module):
     (module / "wait").mkdir()
     (module / "wait" / "__main__.py").write_text(
         "import os, sys, time\nfrom pathlib import Path\n\nif __name__ == '__main__':\n"
-        "    Path(sys.argv[1]).write_text(str(os.getpid()))\n    time.sleep(600)\n")
+        "    Path(sys.argv[1]).write_text(str(os.getpid()))\n    time.sleep(60)\n"
+        "    Path(sys.argv[1]).write_text('')\n")
     noted = module / "started.txt"
 
     def interrupt():
