@@ -58,9 +58,11 @@ def test_an_interrupt_ends_what_runs(module):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         running.run_all({module / "a.txt": f"-m wait {noted}", module / "b.txt": "-m wait b"}, 1)
+    signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text()), 0)
     assert not (module / "b.log").exists()
