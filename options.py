@@ -122,7 +122,8 @@ def parse(parser, argv, presets=PRESETS):
         (("ratio", "max_log_ratio"), refine not in (None, "generate")),
         (("max_log_ratio",), refine == "generate" and args.ratio == "lambda"),
         (("dpo_beta",), args.upper_loss != "dpo"), (("epochs",), getattr(args, "token_budget", 0)),
-        (("k_gen", "first_refresh"), none_written and args.mask != "dynamic"),
+        (("k_gen",), none_written and args.mask != "dynamic"),  # the first refresh draws the mask
+        (("first_refresh",), none_written and args.mask not in ("static", "dynamic")),
         (("upper_limit", "upper_columns"), not (args.upper or args.toy))) if is_unread
         for name in names]
     flags = [f"--{name.replace('_', '-')}" for name in unread if given[name] is not None]

@@ -181,7 +181,7 @@ def start(run, selects=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             began = json.loads((Path(args.adapter).parent / "config.json").read_text())["model"]
             if began["base_weights"] != run.weights["base_weights"]:
-                print(f"warning: {args.adapter}: was trained on other base weights than --model's")
+                print(f"warning: {args.adapter}: began on other base weights or in another dtype")
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
     run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}

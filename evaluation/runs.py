@@ -359,7 +359,7 @@ def data_files(folder):
     try:
         args = json.loads((folder / "config.json").read_text())["args"]
         return [Path(args[name]) for name in ("lower", "upper", "upper_heldout", "lower_heldout")
-                if args.get(name)]
+                if args.get(name) and Path(args[name]).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
 

@@ -788,7 +788,9 @@ def test_an_unread_clamp_and_an_unread_k_gen_are_named(capsys):
     train_online.parse_args(["--refine", "drop", "--k-gen", "2", "--first-refresh", "1"])
     train_online.parse_args(["--refine", "drop", "--k-gen", "2", "--mask", "dynamic"])
     assert capsys.readouterr().out == (
-        "not read by this run: --max-log-ratio\nnot read by this run: --k-gen, --first-refresh\n")
+        "not read by this run: --max-log-ratio\nnot read by this run: --k-gen\n")
+    train_online.parse_args(["--refine", "drop", "--first-refresh", "1", "--mask", __file__])
+    assert capsys.readouterr().out == "not read by this run: --first-refresh\n"
 
 
 def test_every_flag_has_one_default_and_a_word_of_help_or_a_plain_name(parser):
