@@ -207,7 +207,6 @@ def start(run, selects=True):
     run.tests = {} if args.skip_scores else base_tests(run)
     if selects and args.omega_start == "tests" and run.saved is None:
         run.selector.logits.copy_(ranking.first_logits(run.tests))
-    run.base_losses = run.tests.get("losses")
     run.tested = functools.partial(ranking.columns_of_tests, run.tests)  # places -> columns
     run.reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
@@ -293,11 +292,11 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
     result |= {key: last[key] for key in (k.removeprefix("base/") for k in run.before)}
     columns = {} if masked is None else {"masked": masked}
-    scores, more = ({}, {}) if run.base_losses is None else final_scores(run, columns, result)
+    scores, implicit = ({}, None) if args.skip_scores else final_scores(run, columns, result)
     if args.method in ("bds", "online"):
         omega = run.selector.logits.cpu()
         if masked is not None and args.refine != "original":
-            omega = ranking.original_scores(omega, masked, more["implicit"], mask_is_ranked)
+            omega = ranking.original_scores(omega, masked, implicit, mask_is_ranked)
         scores = {"weight": omega} | scores
     for key, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -309,7 +308,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
             run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
             {"weight": ranking.counted_weights(run.selector, masked), **columns}, run.tests)
         write_shown(run, ranks)
-        result |= kept_losses(run, kept, more)
+        result |= {} if args.skip_scores else kept_losses(run, kept, columns)
     labels = ranking.label_metrics(lower, scores)
     if masked is not None and labels and not masked.all():
         # omega alone: it has judged the originals of the other rows, and labels are theirs.
@@ -324,15 +323,15 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
 def final_scores(run, columns, result):
     """Scores of every lower row under the final model; fills columns of the ranking and result.
 
-    Returns ({"final", "base", "length", "tests", "corrected": (N,) higher is better}, {"losses",
-    "lengths", "implicit": -L, the implicit weight (Eq. explicit_data_logit; ours is the mean over
-    tokens), with the correction A L_hat - L}).
+    Returns {"final", "base", "length", "tests", "corrected": (N,) higher is better}, and -L, the
+    implicit weight (Eq. explicit_data_logit; ours is the mean over tokens), with the correction
+    A L_hat - L.
     """
     losses, lengths = row_losses(run.model, run.levels.lower, label="final losses")
     see_guidance(run, losses, lengths)
-    scores = {"final": -losses, "base": -run.base_losses, "length": lengths,
-              "tests": -run.tests["surprise"]}
-    columns |= {"base_loss": run.base_losses, "final_loss": losses, "length": lengths}
+    base = run.tests["losses"]
+    scores = {"final": -losses, "base": -base, "length": lengths, "tests": -run.tests["surprise"]}
+    columns |= {"base_loss": base, "final_loss": losses, "length": lengths}
     result |= mean_losses(losses, lengths, "lower_original")
     implicit = -losses
     if "theta_hat" in run.optimizers:
@@ -340,7 +339,7 @@ def final_scores(run, columns, result):
             attainable, _ = row_losses(run.model, run.levels.lower, label="attainable losses")
         implicit = scores["corrected"] = run.args.correction * attainable - losses
         columns["attainable_loss"] = attainable
-    return scores, {"losses": losses, "lengths": lengths, "implicit": implicit}
+    return scores, implicit
 
 
 def see_guidance(run, losses, lengths):
@@ -354,7 +353,7 @@ def see_guidance(run, losses, lengths):
     with run.model.disable_adapter():
         before, _ = row_losses(run.model, held_out, label="held-out losses before")
     run.tests.update(ranking.with_guidance(
-        run.tests, (losses - run.base_losses, lengths), (after - before, held_lengths)))
+        run.tests, (losses - run.tests["losses"], lengths), (after - before, held_lengths)))
     look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
     notes = look["notes"] if look else []
     if len(held_out) < ranking.detect.LEAST:
@@ -365,11 +364,9 @@ def see_guidance(run, losses, lengths):
     print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
 
 
-def kept_losses(run, kept, more):
+def kept_losses(run, kept, columns):
     """Mean losses of the rows a run keeps; of a run on kept rows, also those of all lower rows."""
-    if not more:
-        return {}
-    losses, lengths = more["losses"], more["lengths"]
+    losses, lengths = columns["final_loss"], columns["length"]
     if len(run.all_lower) == len(losses):
         return mean_losses(losses[kept], lengths[kept], "lower_kept")
     # The same rows for every method, and the selection that this run was given.
