@@ -59,7 +59,7 @@ def plan(args):
     run = SimpleNamespace(
         args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
         all_lower=all_lower, lower=batches.tokens_only(levels.lower), num_rows=len(levels.lower),
-        context=models.context_length(config),
+        context=models.context_length(config), selects=args.method in ("bds", "online"),
         upper=levels.upper and batches.tokens_only(levels.upper))
     print("trained tokens in brackets: " + show_example(run.lower[0], tokenizer))
     run.steps_per_epoch = math.ceil(run.num_rows / args.batch)
@@ -110,7 +110,7 @@ def print_plan(run):
           + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
     if args.batch > run.num_rows:
         print(f"batch {args.batch}: a step reads at most all {run.num_rows} lower rows")
-    if args.method in ("bds", "online") and args.omega_optimizer == "sgd":
+    if run.selects and args.omega_optimizer == "sgd":
         gamma = penalty(args.epochs - 1, args.rho_start, args.rho_step)
         pull = args.omega_lr * gamma / args.batch * (1 - args.correction)
         if pull > 0.5:
@@ -161,11 +161,11 @@ def memory_and_disk(args, config, longest, num_rows):
 
 # --- start or resume ------------------------------------------------------------------------------
 
-def start(run, selects=True):
+def start(run):
     """Model, optimisers and selector into `run`, the run folder made or continued.
 
-    selects: the method has a selector (and, with --correction, theta_hat). Afterwards run.step is
-    the next step, and run.saved what the scripts themselves put into the last checkpoint, or None.
+    Afterwards run.step is the next step, and run.saved what the scripts themselves put into the
+    last checkpoint, or None.
     """
     args = run.args
     folder.seed_everything(args.seed)
@@ -185,7 +185,7 @@ def start(run, selects=True):
     run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
     run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}
-    if selects and args.correction:
+    if run.selects and args.correction:
         theta_hat = models.add_twin(model, "theta_hat")
         run.optimizers["theta_hat"] = torch.optim.Adam(theta_hat, lr=args.lr)
         run.omega_options |= {"theta_hat": theta_hat, "optimizer": run.optimizers["theta_hat"]}
@@ -205,7 +205,7 @@ def start(run, selects=True):
         for name, optimizer in run.optimizers.items():
             optimizer.load_state_dict(run.saved[name])
     run.tests = {} if args.skip_scores else base_tests(run)
-    if selects and args.omega_start == "tests" and run.saved is None:
+    if run.selects and args.omega_start == "tests" and run.saved is None:
         run.selector.logits.copy_(ranking.first_logits(run.tests))
     run.tested = functools.partial(ranking.columns_of_tests, run.tests)  # places -> columns
     run.reference = dict.fromkeys(("upper", "upper_heldout"))
@@ -293,7 +293,7 @@ def finish(run, masked=None, curate=None, mask_is_ranked=False):
     result |= {key: last[key] for key in (k.removeprefix("base/") for k in run.before)}
     columns = {} if masked is None else {"masked": masked}
     scores, implicit = ({}, None) if args.skip_scores else final_scores(run, columns, result)
-    if args.method in ("bds", "online"):
+    if run.selects:
         omega = run.selector.logits.cpu()
         if masked is not None and args.refine != "original":
             omega = ranking.original_scores(omega, masked, implicit, mask_is_ranked)

@@ -130,7 +130,7 @@ def main(argv=None):
     run = session.plan(args)
     if args.dry_run:
         return
-    session.start(run, selects=bilevel)
+    session.start(run)
 
     while run.step < run.total_steps:
         epoch, k = divmod(run.step, run.steps_per_epoch)

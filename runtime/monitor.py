@@ -36,7 +36,7 @@ def end_step(run, values, started, state=None):
     epoch, rest = divmod(run.step, run.steps_per_epoch)
     if rest == 0 or run.step == run.total_steps:
         values |= held_out_metrics(run)
-        if args.method in ("bds", "online"):
+        if run.selects:
             values |= selector_report(run.selector, run.out, epoch + (rest > 0))
     values["time/step"] = time.perf_counter() - started
     metrics.log_metrics(run.metrics_file, values)
