@@ -146,11 +146,7 @@ def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
 
     ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
     A mask that was given is answered, not the bottom R. rewrite: `refine`, or that of accept.py.
-    One line a row: row_id, hash, rank, kept, prompt, response (the original), refined, recommended,
-    margin, weight, masked, generated_at (step of its training answers), ratio, logps, old_logps
-    (lists over its G answers), refined_logp; way, source, why of accept.py; and the row tests;
-    where the source has them also bad, kind, and of a conversation all messages, the original
-    answer the last. Returns metrics for the result.
+    One line a row, its columns are those of docs/glossary.md. Returns metrics for the result.
     """
     lower, weights = run.levels.lower, counted_weights(run.selector, mask)
     bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
