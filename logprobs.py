@@ -53,6 +53,7 @@ except ImportError:
 ATTENTION = "packed"          # the name under which the attention below is known to transformers
 KERNEL = os.environ.get("LOGPROBS_KERNEL", "auto")
 BLOCK = 4096                  # columns of a row that the Triton kernel holds at a time
+HEADROOM = 40.0               # nats that a logit may lie above the kernel's offset
 KERNELS = ("auto", "torch", "triton", "reference")
 CHUNK_ELEMENTS = 8 * 2**20    # logits held at a time on the CPU: 32 MB in float32
 CUDA_CHUNK_BYTES = 2**30      # on CUDA at most; products of 2,000 rows run at full speed
@@ -96,7 +97,7 @@ def _pick(kernel, hidden):
     """The kernel that runs; ValueError for a name that is none, or Triton where it cannot run."""
     if kernel not in KERNELS:
         raise ValueError(f"kernel {kernel!r}: one of {', '.join(KERNELS)}")
-    fits = triton is not None and hidden.dtype != torch.float64 and (
+    fits = triton is not None and hidden.dtype in (torch.bfloat16, torch.float32) and (
         hidden.is_cuda or _interpreted())
     if kernel == "triton" and not fits:
         raise ValueError(f"kernel 'triton': not for {hidden.dtype} on {hidden.device.type}, or "
@@ -140,12 +141,22 @@ def _chunked(hidden, head, targets, wants_grad, kernel):
     # Rows start at multiples of 32 bytes: products of unaligned rows leave the fast kernels.
     buffer = torch.empty(min(chunk, length), -(-vocabulary // 16) * 16, dtype=dtype,
                          device=hidden.device)[:, :vocabulary]
-    rows_to_logprobs = _triton_rows if kernel == "triton" else _torch_rows
+    exps = None
+    if kernel == "triton" and wants_grad:
+        exps = torch.empty_like(buffer, dtype=second.dtype)
     for start in range(0, length, chunk):
         rows = slice(start, min(start + chunk, length))
         with _exact_products(hidden.dtype, head.dtype):
             logits = _logits(hidden[rows], wide, buffer[: rows.stop - start])
-        d_logits = rows_to_logprobs(logits, targets[rows], logps[rows], wants_grad, second.dtype)
+        if kernel == "triton":
+            here = None if exps is None else exps[:len(logits)]
+            rest, total = _triton_rows(logits, targets[rows], logps[rows], here)
+            if wants_grad:
+                # (rest W[y] - exps W) / total: the target's share is the product's addend.
+                g = second[targets[rows]].mul_(rest[:, None])
+                gradient[rows] = g.addmm_(here, second, alpha=-1).mul_(1 / total[:, None])
+            continue
+        d_logits = _torch_rows(logits, targets[rows], logps[rows], wants_grad, second.dtype)
         if wants_grad and hidden.dtype == head.dtype:
             torch.mm(d_logits, head, out=gradient[rows])
         elif wants_grad:
@@ -210,57 +221,74 @@ def _torch_rows(logits, targets, logps, wants_grad, dtype):
 
 if triton is not None:
     @triton.jit
-    def _row_kernel(logits_ptr, out_ptr, targets_ptr, logps_ptr, row_stride, out_stride,
-                    V: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
-                    ROUND: tl.constexpr):
-        """One program a row of float32 logits (V,): its log-prob, then its gradient over itself.
+    def _exponentials(logits_ptr, exps_ptr, target, offset, V: tl.constexpr, BLOCK: tl.constexpr,
+                      GRADIENT: tl.constexpr, ROUND: tl.constexpr):
+        """One reading of a row: (sum of exp(z - offset) off the target, the largest logit).
 
-        A running maximum and sum in every lane, float32 throughout; columns past V are masked. The
-        output row lies in the memory of the logits row, in a narrower type: a block is written at
-        or before the place where it was read, and the barrier keeps a fast warp from writing over
-        what a slow one has yet to read.
+        Sums stay in float32 lanes; columns past V are masked.
         """
-        row = tl.program_id(0).to(tl.int64)  # 2^31 logits are 16,744 rows of Llama's vocabulary
-        logits_ptr += row * row_stride
-        out_ptr += row * out_stride
-        target = tl.load(targets_ptr + row)
-        picked = tl.load(logits_ptr + target)
         lanes = tl.arange(0, BLOCK)
         top = tl.full((BLOCK,), -3.0e38, tl.float32)
         rest = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             at = start + lanes
-            x = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"))
-            above = tl.maximum(top, x)
-            rest = rest * tl.exp(top - above) + tl.where(at == target, 0.0, tl.exp(x - above))
-            top = above
-        highest = tl.max(top, axis=0)
-        rest = tl.sum(rest * tl.exp(top - highest), axis=0)
-        total = rest + tl.exp(picked - highest)
-        tl.store(logps_ptr + row, picked - highest - tl.log(total))
-        if GRADIENT:
-            for start in range(0, V, BLOCK):
-                at = start + lanes
-                x = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"))
-                d_logit = tl.where(at == target, rest, -tl.exp(x - highest)) / total
+            z = tl.load(logits_ptr + at, mask=at < V, other=-float("inf"))
+            top = tl.maximum(top, z)
+            e = tl.where(at == target, 0.0, tl.exp(z - offset))
+            rest += e
+            if GRADIENT:
                 if ROUND:  # to the nearest bf16: a GPU's cast does, the interpreter's cuts off
-                    bits = d_logit.to(tl.int32, bitcast=True)
+                    bits = e.to(tl.int32, bitcast=True)
                     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-                    d_logit = bits.to(tl.float32, bitcast=True)
-                tl.debug_barrier()
-                tl.store(out_ptr + at, d_logit.to(out_ptr.dtype.element_ty), mask=at < V)
+                    e = bits.to(tl.float32, bitcast=True)
+                tl.store(exps_ptr + at, e.to(exps_ptr.dtype.element_ty), mask=at < V)
+        return tl.sum(rest, axis=0), tl.max(top, axis=0)
+
+    @triton.jit
+    def _row_kernel(logits_ptr, exps_ptr, targets_ptr, logps_ptr, rest_ptr, total_ptr, row_stride,
+                    exps_stride, V: tl.constexpr, BLOCK: tl.constexpr, HEADROOM: tl.constexpr,
+                    GRADIENT: tl.constexpr, ROUND: tl.constexpr):
+        """One program a row of float32 logits (V,), which is read once.
+
+        exp(z - offset) needs an offset before the row's maximum is known: the larger of the
+        target's logit and the first block's maximum. bf16 reaches as far as float32, so any offset
+        within HEADROOM of the maximum does; a row that rises higher is read a second time.
+        """
+        row = tl.program_id(0).to(tl.int64)  # 2^31 logits are 16,744 rows of Llama's vocabulary
+        logits_ptr += row * row_stride
+        exps_ptr += row * exps_stride
+        target = tl.load(targets_ptr + row)
+        picked = tl.load(logits_ptr + target)
+        lanes = tl.arange(0, BLOCK)
+        first = tl.load(logits_ptr + lanes, mask=lanes < V, other=-float("inf"))
+        offset = tl.maximum(picked, tl.max(first, axis=0))
+        rest, top = _exponentials(logits_ptr, exps_ptr, target, offset, V, BLOCK, GRADIENT, ROUND)
+        if top > offset + HEADROOM:
+            offset = top
+            rest, top = _exponentials(logits_ptr, exps_ptr, target, offset, V, BLOCK, GRADIENT,
+                                      ROUND)
+        total = rest + tl.exp(picked - offset)
+        tl.store(logps_ptr + row, picked - offset - tl.log(total))
+        tl.store(rest_ptr + row, rest)
+        tl.store(total_ptr + row, total)
 
 
-def _triton_rows(logits, targets, logps, wants_grad, dtype):
-    """`_torch_rows` in one kernel. OVERWRITES `logits` (C, V) with the result, in `dtype`."""
+def _triton_rows(logits, targets, logps, exps=None):
+    """Log-probs of float32 logits (C, V) into `logps` (C,), by one kernel.
+
+    exps: (C, V) bf16 or float32, filled with exp(z - offset) and zero at the target; None without a
+    gradient. Returns (rest, total), (C,) each: the row sum of `exps`, and that with the target's.
+    Then one-hot minus softmax is (rest at the target, -exps elsewhere) / total.
+    """
     assert logits.dtype == logps.dtype == torch.float32 and logits.stride(1) == 1, logits.stride()
-    out = logits.view(dtype)[:, :logits.shape[1]]  # the same bytes: a row ends half way in bf16
+    rest, total = torch.empty_like(logps), torch.empty_like(logps)
+    out = logits if exps is None else exps
     if len(logits):
         _row_kernel[(len(logits),)](
-            logits, out, targets.contiguous(), logps, logits.stride(0), out.stride(0),
-            V=logits.shape[1], BLOCK=BLOCK, GRADIENT=wants_grad,
-            ROUND=_interpreted() and dtype == torch.bfloat16, num_warps=8)
-    return out if wants_grad else None
+            logits, out, targets.contiguous(), logps, rest, total, logits.stride(0), out.stride(0),
+            V=logits.shape[1], BLOCK=BLOCK, HEADROOM=HEADROOM, GRADIENT=exps is not None,
+            ROUND=_interpreted() and out.dtype == torch.bfloat16, num_warps=8)
+    return rest, total
 
 
 # --- packed rows through the model ----------------------------------------------------------------

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_eq_row_kernel_against_float64(case, mode):
     errors = check_rows(case, mode, "cuda")
     assert errors["logps"] < 1e-5
-    assert errors["gradient"] < {"bfloat16": 3e-3, "float16": 1e-3, "float32": 2e-6}[mode]
-    assert errors["in_place"] and errors["padding_untouched"]
+    assert errors["gradient"] < {"bfloat16": 3e-3, "float32": 2e-6}[mode]
+    assert errors["padding_untouched"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,11 +47,14 @@ def test_the_kernel_equals_plain_torch_at_a_large_vocabulary():
     logits = 4 * torch.randn(512, 128256, generator=generator, device="cuda")
     targets = torch.randint(0, 128256, (512,), generator=generator, device="cuda")
     found, expected = torch.empty(512, device="cuda"), torch.empty(512, device="cuda")
+    exps = torch.empty(512, 128256, device="cuda", dtype=torch.bfloat16)
     wanted = logprobs._torch_rows(logits.clone(), targets, expected, True, torch.bfloat16)
     for _ in range(20):
-        gradient = logprobs._triton_rows(logits.clone(), targets, found, True, torch.bfloat16)
+        rest, total = logprobs._triton_rows(logits, targets, found, exps)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(gradient.float(), wanted.float(), rtol=1e-2, atol=1e-7)
+        gradient = -exps.float()
+        gradient[torch.arange(512), targets] = rest
+        torch.testing.assert_close(gradient / total[:, None], wanted.float(), rtol=1e-2, atol=1e-7)
 
 
 def rows(count=9, longest=60):

@@ -29,11 +29,11 @@ def report():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_eq_row_kernel_against_float64(report, case, mode):
-    """log p to 1e-5 and one-hot minus softmax to 3e-3 in bf16 (2e-6 in float32), in place."""
+    """log p to 1e-5 and one-hot minus softmax to 3e-3 in bf16 (2e-6 in float32)."""
     errors = report[f"{case} {mode}"]
     assert errors["logps"] < 1e-5
-    assert errors["gradient"] < {"bfloat16": 3e-3, "float16": 1e-3, "float32": 2e-6}[mode]
-    assert errors["in_place"] and errors["padding_untouched"]
+    assert errors["gradient"] < {"bfloat16": 3e-3, "float32": 2e-6}[mode]
+    assert errors["padding_untouched"]
 
 
 def test_eq_token_logprobs_through_the_kernel(report):
@@ -46,7 +46,7 @@ def test_eq_token_logprobs_through_the_kernel(report):
 
 def test_no_rows_and_no_gradient(report):
     assert report["no rows"] == {"logps": [0], "gradient": [0, 24]}
-    assert report["no grad"]["logps"] < 1e-5 and report["no grad"]["returns_none"]
+    assert report["no grad"]["logps"] < 1e-5 and report["no grad"]["logits_untouched"]
 
 
 def test_the_kernel_is_refused_where_it_cannot_run(report):
