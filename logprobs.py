@@ -52,7 +52,7 @@ except ImportError:
 
 ATTENTION = "packed"          # the name under which the attention below is known to transformers
 KERNEL = os.environ.get("LOGPROBS_KERNEL", "auto")
-BLOCK = 4096                  # columns of a row that the Triton kernel holds at a time
+BLOCK = 8192                  # columns of a row that the Triton kernel holds at a time
 HEADROOM = 40.0               # nats that a logit may lie above the kernel's offset
 KERNELS = ("auto", "torch", "triton", "reference")
 CHUNK_ELEMENTS = 8 * 2**20    # logits held at a time on the CPU: 32 MB in float32
@@ -125,7 +125,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logps):
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_logps[:, None]).to(gradient.dtype), None, None, None, None
+        # In float32, rounded once: `out` keeps a wide T x d product from being written.
+        d_hidden = torch.mul(gradient, grad_logps[:, None], out=torch.empty_like(gradient))
+        return d_hidden, None, None, None, None
 
 
 def _chunked(hidden, head, targets, wants_grad, kernel):
@@ -287,7 +289,7 @@ def _triton_rows(logits, targets, logps, exps=None):
         _row_kernel[(len(logits),)](
             logits, out, targets.contiguous(), logps, rest, total, logits.stride(0), out.stride(0),
             V=logits.shape[1], BLOCK=BLOCK, HEADROOM=HEADROOM, GRADIENT=exps is not None,
-            ROUND=_interpreted() and out.dtype == torch.bfloat16, num_warps=8)
+            ROUND=_interpreted() and out.dtype == torch.bfloat16, num_warps=16)
     return rest, total
 
 

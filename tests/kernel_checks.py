@@ -11,10 +11,10 @@ import logprobs
 from logprobs import token_logprobs
 
 MODES = ("bfloat16", "float32")
-# name: (rows, vocabulary); a block has 4,096 columns
-CASES = {"one token": (3, 1), "small": (5, 37), "ragged": (7, 5003), "whole blocks": (4, 8192),
-         "one over": (3, 4097), "extreme": (6, 4500), "near one": (8, 4500), "equal": (2, 4100),
-         "rising": (4, 9000)}
+# name: (rows, vocabulary); a block has 8,192 columns
+CASES = {"one token": (3, 1), "small": (5, 37), "ragged": (7, 9003), "whole blocks": (4, 16384),
+         "one over": (3, 8193), "extreme": (6, 8500), "near one": (8, 8500), "equal": (2, 8200),
+         "rising": (4, 17000)}
 
 
 def make_logits(case):
@@ -36,10 +36,10 @@ def make_logits(case):
             logits[row, targets[row]] = 0.0
             logits[row, (targets[row] + 1) % vocabulary] = -2.302585 * (row + 1)
     if case == "rising":  # behind the first block, past the kernel's headroom and just within
-        logits[0, 8999] = 300.0
-        logits[1, 5000] = 39.0
-        logits[2, 5000] = 60.0
-        targets[2] = 5000
+        logits[0, 16999] = 300.0
+        logits[1, 9000] = 39.0
+        logits[2, 9000] = 60.0
+        targets[2] = 9000
         logits[3] = torch.linspace(-200, 200, vocabulary)
     if case == "equal":
         logits[:] = 0.0
@@ -80,7 +80,7 @@ def check_rows(case, mode, device):
     rest, total = logprobs._triton_rows(memory[:, :vocabulary], targets.to(device), logps,
                                         exps[:, :vocabulary])
     found = -exps[:, :vocabulary].double().cpu()
-    found[torch.arange(rows), targets] = rest.to(dtype).double().cpu()
+    found[torch.arange(rows), targets] = rest.double().cpu()
     found /= total.double().cpu()[:, None]
     return {"logps": logps_error(logps, expected), "gradient": relative(found, gradient),
             "padding_untouched": bool((exps[:, vocabulary:] == 77.0).all())}
