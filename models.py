@@ -139,21 +139,6 @@ def _read_model(name, device, dtype, four_bit):
     return model
 
 
-def use_liger(model):
-    """Liger's kernels for norms, rotary embedding and SwiGLU, in place; for CUDA.
-
-    transformers runs these as some twenty passes over memory a layer, a third of a step's time.
-    """
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        raise UserError("--liger: pip install liger-kernel") from None
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"--liger: no kernels for a {model.config.model_type} model")
-    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
 def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     """A frozen causal LM with packed attention, dropout off, in evaluation mode.
 

@@ -108,25 +108,22 @@ def log_probs_of(settings, sizes, peers):
 
 def steps(record, settings):
     """SFT, BDS and online against padded forwards, without and with gradient checkpointing."""
-    largest = settings.shapes[0]
-    record.part(f"{largest}, Liger's norms", steps_of, settings, largest, False, "liger_kernel")
     for shape in settings.shapes:
         for checkpointing in (False, True):
             record.part(shape + (", gradient checkpointing" if checkpointing else ""), steps_of,
                         settings, shape, checkpointing)
+    largest = settings.shapes[0]
     record.part(f"{largest}, 4-bit, gradient checkpointing", steps_of, settings, largest, True,
-                "bitsandbytes")
+                True)
 
 
-def steps_of(settings, shape, checkpointing, library=None):
-    if library and (importlib.util.find_spec(library) is None or (settings.rehearse and
-                    library == "liger_kernel")):
-        raise NotMeasured(f"{library} is not installed")
+def steps_of(settings, shape, checkpointing, four_bit=False):
+    if four_bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise NotMeasured("bitsandbytes is not installed")
     torch.cuda.empty_cache()
     device, count = torch.device(settings.device), settings.batch * settings.step_rounds
     model, lower, upper = load_shape(shape, device, count, settings.lower_tokens,
-                                     settings.upper_tokens, checkpointing,
-                                     library == "bitsandbytes", liger=library == "liger_kernel")
+                                     settings.upper_tokens, checkpointing, four_bit)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else None
     results, tokens, rate = step.compare_steps(
         model, lower, upper, step.batches_of(count, settings.batch), settings.micro_batch,
@@ -140,7 +137,7 @@ def steps_of(settings, shape, checkpointing, library=None):
 def answering(record, settings):
     """Seconds an answer of full length: random weights never end one."""
     for name, static in reversed(CACHES.items()):
-        for shape in reversed(settings.shapes):
+        for shape in settings.shapes:
             record.part(f"{shape}, {name}", answers_of, settings, shape, static)
 
 

@@ -86,7 +86,7 @@ def random_rows(count, mean, vocabulary, seed):
 
 
 def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=False,
-               four_bit=False, dtype="auto", liger=False):
+               four_bit=False, dtype="auto"):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level.
 
     lower_tokens, upper_tokens: mean lengths. dtype: as in `models.load_model`.
@@ -97,8 +97,6 @@ def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=Fa
     base = shaped_model(config, device, pick_dtype(dtype, device, config))
     if four_bit:
         base = to_four_bit(base)
-    if liger:
-        models.use_liger(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
