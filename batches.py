@@ -19,7 +19,10 @@ from models import is_sharded
 
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
-SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
+SPARE_ROW = {
+    "input_ids": [0, 0],
+    "trained": [0, 1],
+}  # runs a forward whose result is not used
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -71,13 +74,17 @@ def tokens_only(rows):
     """The columns that `pack` reads: what is not selected is not copied out of the Arrow file."""
     if isinstance(rows, list):
         return rows
-    return rows.select_columns([name for name in rows.column_names if name in TOKEN_COLUMNS])
+    return rows.select_columns(
+        [name for name in rows.column_names if name in TOKEN_COLUMNS]
+    )
 
 
 def take(rows, indices):
     """The rows at `indices` (a tensor or list) as a list of dictionaries, in one read."""
     columns = rows[[int(i) for i in indices]]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def each_row(rows, *columns):
@@ -93,7 +100,10 @@ def sequences(rows):
         if "rejected_input_ids" not in row:
             flat.append(row)
             continue
-        rejected = {"input_ids": row["rejected_input_ids"], "trained": row["rejected_trained"]}
+        rejected = {
+            "input_ids": row["rejected_input_ids"],
+            "trained": row["rejected_trained"],
+        }
         flat += [row, rejected]
     return flat
 
@@ -129,7 +139,9 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
-    for places in in_step(_own_places(len(upper_rows), len(lower_rows), micro_batch), sharded):
+    for places in in_step(
+        _own_places(len(upper_rows), len(lower_rows), micro_batch), sharded
+    ):
         upper, lower = places or ([], [])
         packed = []
         for rows, level in ((upper_rows, upper), (lower_rows, lower)):
