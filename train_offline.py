@@ -25,9 +25,9 @@ Deviations from the text of the paper, each with its reason:
     (unpublished; the authors' library does it).
  7. `--correction A`, beyond the paper and off by default, takes C_i = L_i(theta) -
     A L_i(theta_hat), where theta_hat is a second adapter that descends the weighted lower loss
-    alone. A = 1 is the penalty without Assumption 1 (separable data): gamma (sum sigma_i L_i(theta) - min_theta' sum
-    sigma_i L_i(theta')), whose omega gradient holds theta' fixed (Danskin). A = 0 is the paper's
-    penalty. theta's own gradient is the same for every A.
+    alone. A = 1 is the penalty without Assumption 1 (separable data), gamma (sum sigma_i
+    L_i(theta) - min_theta' sum sigma_i L_i(theta')); its omega gradient holds theta' fixed
+    (Danskin). A = 0 is the paper's penalty. theta's own gradient is the same for every A.
 """
 
 import argparse

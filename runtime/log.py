@@ -24,7 +24,7 @@ class Log:
     def __init__(self, out, first, total, label):
         path = Path(out) / "metrics.jsonl"
         on_first(lambda: _cut_back(path, first))
-        self.file = open(os.devnull if rank() else path, "a", buffering=1)
+        self.file = open(os.devnull if rank() else path, "a", buffering=1)  # noqa: SIM115, for good
         self.bar = tqdm(total=total, initial=first, desc=label, unit="step")
 
     def write(self, metrics, started):
