@@ -440,14 +440,12 @@ def result_of(args, run, judged, kept):
     return result
 
 
-def write_ranking(args, run, judged):
+def write_ranking(run, judged, keep_fraction):
     """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
     score = next(iter(judged.scores.values()))
     path = run.out / "weights.jsonl"
     lower = run.rows.lower
-    ranks, kept = ranking.write_ranking(
-        path, lower, score, args.keep_fraction, judged.columns
-    )
+    ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
     if processes.rank() == 0:
         write_shown(run.out, lower, ranks)
     return {"rank": ranks, "kept": kept, **judged.columns}

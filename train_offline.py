@@ -211,7 +211,7 @@ def finish(args, run):
     if args.method == "bds":
         judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
     judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
-    ranked = session.write_ranking(args, run, judged)
+    ranked = session.write_ranking(run, judged, args.keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(run.rows.lower, judged.scores)
     session.save_and_print(run, result, labels, judged.scores)

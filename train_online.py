@@ -546,7 +546,10 @@ def finish(args, run, masking, mask, buffer, num_written):
     judged.scores = {"weight": omega, **judged.scores}
     weights = ranking.counted_weights(run.selector, mask)
     judged.columns = {"weight": weights, **judged.columns, "masked": mask}
-    ranked = session.write_ranking(args, run, judged)
+    keep_fraction = args.keep_fraction
+    if masking.given is not None:  # what a file has put away does not come back as kept
+        keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
+    ranked = session.write_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(lower, judged.scores)
     if not mask.all():  # omega alone has judged the originals of the other rows
