@@ -137,9 +137,9 @@ class Run:
 # --- before the first step ------------------------------------------------------------------------
 
 
-def set_up(args, tokenizer, rows, plan):
+def set_up(args, device, tokenizer, rows, plan):
     """`Run`: the model and what trains it, the run folder, what was true before training."""
-    learner = make_learner(args)
+    learner = make_learner(args, device)
     model = learner.model
     selector = Selector(
         plan.num_rows,
@@ -210,9 +210,8 @@ def budget_steps(budget, lengths, batch, seed):
     return epochs * len(read) + int((read <= rest).sum()) + 1
 
 
-def make_learner(args):
+def make_learner(args, device):
     """Model, adapter and optimisers. Draws from torch's global generator, which it seeds."""
-    device = processes.join_processes()
     folder.seed_everything(args.seed)
     base = models.load_model(
         args.model, device, args.dtype, args.four_bit, on_host=args.fsdp

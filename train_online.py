@@ -50,7 +50,7 @@ from logprobs import pack, sequence_logprobs
 from runtime import folder
 from runtime.command import run as run_command
 from runtime.log import Log
-from runtime.processes import all_sum, share_list
+from runtime.processes import all_sum, join_processes, share_list
 from selector import dynamic_mask, static_mask
 from train_offline import StepLosses
 from upper import Upper, upper_losses
@@ -572,6 +572,7 @@ def finish(args, run, masking, mask, buffer, num_written):
 
 def main(argv=None):
     args = parse_args(argv)
+    device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_rows(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
@@ -581,7 +582,7 @@ def main(argv=None):
     masking = plan_masks(args, plan, rows.lower, curate.end_tokens(rows.lower, tokenizer))
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)
-    run = session.set_up(args, tokenizer, rows, plan)
+    run = session.set_up(args, device, tokenizer, rows, plan)
     finish(args, run, masking, *train(args, run, masking))
 
 
