@@ -140,7 +140,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
     for places in in_step(
-        _own_places(len(upper_rows), len(lower_rows), micro_batch), sharded
+        _places_here(len(upper_rows), len(lower_rows), micro_batch), sharded
     ):
         upper, lower = places or ([], [])
         packed = []
@@ -151,7 +151,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
             yield upper, lower, packed or [SPARE_ROW]
 
 
-def _own_places(num_upper, num_lower, micro_batch):
+def _places_here(num_upper, num_lower, micro_batch):
     """Places of this process's rows of both levels, at most `micro_batch` of each at a time."""
     upper = range(rank(), num_upper, world_size())
     lower = range(rank(), num_lower, world_size())

@@ -172,10 +172,10 @@ def read_rows(args, tokenizer):
         lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
     )
     sets.check_vocabulary(rows.by_name(), config)
-    for name, own in rows.by_name().items():
-        tokens = int(sets.row_lengths(own).sum())
+    for name, level in rows.by_name().items():
+        tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(levels.reports.get(name, {}))
-        print(f"{name}: {len(own)} rows, {tokens} tokens{report}")
+        print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
     print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
     return rows
 
@@ -253,7 +253,7 @@ def open_run(args, rows, learner, selector):
     config = {
         "args": vars(args),
         "environment": folder.environment(model.device, model.dtype),
-        "data": {name: sets.rows_hash(own) for name, own in rows.by_name().items()},
+        "data": {name: sets.rows_hash(level) for name, level in rows.by_name().items()},
         "model": learner.fingerprints,
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
@@ -286,9 +286,8 @@ def measure_base(args, rows, model, reference, out, resumed):
 
 def _before_training(args, model, file, resumed):
     """The model as it was before its first step, while `file` is made, after a resume too."""
-    if (
-        args.adapter is None
-    ):  # a fresh adapter adds exact zeros: without it, bit for bit equal
+    if args.adapter is None:
+        # A fresh adapter adds exact zeros: without it, the model is the same bit for bit.
         return model.disable_adapter()
     if resumed:
         raise UserError(
