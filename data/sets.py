@@ -199,11 +199,9 @@ def prompt_overlap(a, b):
     return shared
 
 
-def _tables(rows, columns=None):
-    """The rows as Arrow tables, part by part, of these columns or of all."""
-    if columns is not None:
-        rows = rows.select_columns(columns)
-    return rows.with_format("arrow").iter(batch_size=10_000)
+def _tables(rows, columns):
+    """These columns of the rows as Arrow tables, part by part."""
+    return rows.select_columns(columns).with_format("arrow").iter(batch_size=10_000)
 
 
 # --- reports and checks ---------------------------------------------------------------------------

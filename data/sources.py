@@ -9,6 +9,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -25,14 +26,14 @@ BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 def find_parts(source):
     """The parts of a source in order: paths of data files, or one `datasets.Dataset`."""
     split = None
-    if not path_exists(source) and "@" in str(source).rpartition("/")[2]:
+    if not os.path.exists(source) and "@" in str(source).rpartition("/")[2]:
         source, _, split = str(source).rpartition("@")
     path = Path(source)
     if path.is_dir():
         return _folder_parts(path, split)
     if path.is_file() and not split and _is_data(path):
         return [path]
-    if path_exists(path):
+    if path.exists():
         raise UserError(f"{path}: no data file ({', '.join(SUFFIXES)}), or a split of one file")
     hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", str(source))
     if hub_name and not _is_data(path):
@@ -45,12 +46,6 @@ def find_parts(source):
 
 def _is_data(path):
     return path.name.lower().endswith(SUFFIXES)
-
-
-def path_exists(path):
-    """Whether there is such a file or folder; `UserError` for a name that no file can have."""
-    with reading(str(path)[:80]):
-        return Path(path).exists()
 
 
 def _folder_parts(folder, split):
@@ -125,15 +120,13 @@ def read_part(part, source):
     if isinstance(part, Path):
         name = part
         rows = {".parquet": _parquet_rows, ".csv": _csv_rows}.get(part.suffix.lower(), _json_rows)
-    place = "the start"
-    try:
-        for place, row in rows(part):
+    place = "start"
+    rows = rows(part)
+    while place:
+        with reading(f"{name} behind the {place}"):
+            place, row = next(rows, (None, None))
+        if place:
             yield f"{name} {place}", row
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # every library has classes of its own
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UserError(f"{name}: cannot be read behind {place} ({reason})") from error
 
 
 def _one_value_a_key(pairs):

@@ -126,7 +126,7 @@ class Encoder:
         self.strings = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
         self.marks = re.compile(MARK.format(r"(\d+)"))
         # A tokenizer that puts a space in front of every text (Llama 2, Mistral) must not put one
-        # between a prompt and its response. Such texts are tokenised behind a newline, cut off then.
+        # between prompt and response. Such texts are tokenised behind a newline that is cut off.
         self.newline, alone, behind = self._call(["\n", "a", "\na"], literal=False)
         count = len(self.newline)
         self.puts_space = behind[:count] == self.newline and behind[count:] != alone

@@ -25,9 +25,10 @@ import json
 import random
 import unicodedata
 from collections import defaultdict
-from dataclasses import asdict, dataclass
 from operator import itemgetter
+from os.path import commonprefix
 from pathlib import Path
+from types import SimpleNamespace
 
 from data import layouts
 from data.sources import find_parts, read_part, source_stamp
@@ -47,19 +48,18 @@ ENDOFTEXT = "<|endoftext|>"  # stands as text in data sets made from documents o
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
+TYPES = {
+    "row_id": "int64",
+    "hash": "string",
+    "prompt_hash": "string",
+    "prompt": "string",
+    "response": "string",
+    "complete": "bool",
+    "bad": "bool",
+    "kind": "string",
+    "messages": "string",
+}
 
-
-@dataclass(frozen=True)
-class Settings:
-    """How the rows of a source are read: a part of the cache's key. See `load_rows`."""
-
-    columns: dict
-    template: tuple | None  # the parts of a plain template; None: the tokenizer's chat template
-    turns: str
-    side: str
-    max_length: int
-    limit: int | None
-    seed: int | None
 
 
 def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turns="last",
@@ -95,7 +95,7 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
     pieces = None
     if template is not None or not tokenizer.chat_template:
         pieces = split_template(TEMPLATE if template is None else template)
-    settings = Settings(
+    settings = SimpleNamespace(  # a part of the cache's key
         columns=layouts.parse_columns(columns),
         template=pieces,
         turns=turns,
@@ -106,7 +106,7 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
     )
     parts = find_parts(source)
     stamp = source_stamp(parts)
-    key = [FORMAT, stamp, asdict(settings), _tokenizer_state(tokenizer)]
+    key = [FORMAT, stamp, vars(settings), _tokenizer_state(tokenizer)]
     fingerprint = content_hash(json.dumps(key))
     report_file = Path(cache_dir) / f"rows-{fingerprint}.json"
 
@@ -119,11 +119,14 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
         # The rows appear in the cache after this generator has ended: no rows without a report.
         write_atomic(report_file, json.dumps(reader.report))
 
+    types = {name: datasets.Value(kind) for name, kind in TYPES.items()}
+    types["input_ids"] = datasets.List(datasets.Value("int32"))
+    types["trained"] = datasets.List(datasets.Value("int8"))
     datasets.disable_progress_bars()  # the reader has a bar of its own
     try:
         rows = datasets.Dataset.from_generator(
             tokenised,
-            features=_features(),
+            features=datasets.Features(types),
             cache_dir=str(cache_dir),
             fingerprint=fingerprint,
         )
@@ -133,24 +136,6 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
     report |= {"source": str(source), "name": name, "fingerprint": fingerprint}
     missing = [column for column in EXTRAS if column not in report["extras"]]
     return rows.remove_columns(missing), report
-
-
-def _features():
-    from datasets import Features, List, Value
-
-    return Features({
-        "row_id": Value("int64"),
-        "hash": Value("string"),
-        "prompt_hash": Value("string"),
-        "prompt": Value("string"),
-        "response": Value("string"),
-        "complete": Value("bool"),
-        "input_ids": List(Value("int32")),
-        "trained": List(Value("int8")),
-        "bad": Value("bool"),
-        "kind": Value("string"),
-        "messages": Value("string"),
-    })
 
 
 def _tokenizer_state(tokenizer):
@@ -304,8 +289,7 @@ class Reader:
         max_length = self.settings.max_length
         dropped = self.report["dropped"]
         ends = end_ids(self.tokenizer)
-        # Every source starts alike: with a BOS if the tokenizer adds one; a chat template has its
-        # own.
+        # Every source starts alike: with a BOS if the tokenizer adds one, or the template's own.
         start = self.tokenizer("a")["input_ids"][:1]
         if not self.settings.template or start != [self.tokenizer.bos_token_id]:
             start = []
@@ -399,16 +383,10 @@ def show_example(row, tokenizer):
 
 def empty_prompt(prompts):
     """What all prompts begin and end with: the template around an empty question."""
-    first = prompts[0]
-    shortest = min(len(prompt) for prompt in prompts)
-    head = 0
-    while head < shortest and all(prompt[head] == first[head] for prompt in prompts):
-        head += 1
-    tail = 0
-    while tail < shortest - head and all(
-            prompt[-1 - tail] == first[-1 - tail] for prompt in prompts):
-        tail += 1
-    return (first[:head] + first[len(first) - tail:]) or first[:1]
+    head = commonprefix(prompts)  # noqa: RUF071, these are no paths
+    backwards = [prompt[len(head):][::-1] for prompt in prompts]
+    tail = commonprefix(backwards)[::-1]  # noqa: RUF071
+    return (head + tail) or prompts[0][:1]
 
 
 def response_text(tokenizer, ids, template=None):

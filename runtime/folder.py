@@ -225,9 +225,10 @@ def _content_of(trained, state):
 
 
 def load_checkpoint(out, model):
-    """Put the newest checkpoint's adapter and generators in place; return its state, None without one.
+    """Put the newest checkpoint's adapter and generators in place.
 
-    Raises `UserError` for a checkpoint that was cut or edited.
+    Returns its state, None without any checkpoint. Raises `UserError` for one that was cut or
+    edited.
     """
     checkpoint = on_first(lambda: _newest_checkpoint(Path(out)))
     if checkpoint is None:
