@@ -21,10 +21,7 @@ PARTS = {
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m theory",
-        description="The paper's statements, checked numerically (see theory/__init__.py).",
-    )
+    parser = argparse.ArgumentParser(prog="python -m theory")
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
     parser.add_argument(
         "--out",
