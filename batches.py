@@ -7,6 +7,7 @@ loss. A sequence is one such row; a preference pair holds two.
 import functools
 import math
 
+from data.tokens import TOKEN_COLUMNS
 from runtime.processes import all_sum, in_step, rank, world_size
 from utils import content_hash
 
@@ -17,7 +18,6 @@ from tqdm import tqdm
 from logprobs import pack, sequence_logprobs
 from models import is_sharded
 
-TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
 SPARE_ROW = {
     "input_ids": [0, 0],
@@ -85,12 +85,6 @@ def take(rows, indices):
     return [
         dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
     ]
-
-
-def each_row(rows, *columns):
-    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
-    for block in rows.select_columns([*columns]).iter(batch_size=10_000):
-        yield from zip(*(block[name] for name in columns), strict=True)
 
 
 def sequences(rows):
