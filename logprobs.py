@@ -342,8 +342,16 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop: never a T x T mask.
     """
     if cu_seqlens is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask,
-                                      scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            dropout=dropout,
+            **kwargs,
+        )
     lengths = row_lengths or cu_seqlens.diff().tolist()
     longest = max(lengths)
     window = kwargs.get("sliding_window")
