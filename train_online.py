@@ -276,7 +276,8 @@ def lower_terms(questions, logps, lengths, kind):
     logps, lengths (sum of G,): of their rows, in order; kind: see `answer_weights`, None for r = 1.
     """
     losses = -logps / lengths                                          # Eq. SFT_def, deviation 1
-    counts = torch.tensor([len(answers.rows) for answers in questions], device=losses.device)
+    counts = [len(answers.rows) for answers in questions]
+    counts = torch.tensor(counts, dtype=torch.int64, device=losses.device)
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     weights = torch.ones_like(losses.detach())
     ratios, num_clamped = None, 0
