@@ -60,7 +60,9 @@ class Theta:
 
     def __init__(self, folder, adapter):
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        self.model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).double()
+        self.model = peft.PeftModel.from_pretrained(
+            base, adapter, is_trainable=True
+        ).double()
         named = self.model.named_parameters()
         self.values = {name: p for name, p in named if p.requires_grad}
         self.first = {name: torch.zeros_like(p) for name, p in self.values.items()}
@@ -87,7 +89,9 @@ class Theta:
 def trusted_loss(tokenizer, rows):
     """L_val of trusted rows: loss(model, places)."""
     tokens = [tokenise(tokenizer, row) for row in rows]
-    return lambda model, places: sum(mean_loss(model, tokens[i]) for i in places) / len(places)
+    return lambda model, places: (
+        sum(mean_loss(model, tokens[i]) for i in places) / len(places)
+    )
 
 
 def preference_loss(tokenizer, pairs, model):
@@ -96,7 +100,9 @@ def preference_loss(tokenizer, pairs, model):
     rejected = [tokenise(tokenizer, pair, "rejected") for pair in pairs]
 
     def log_ratio(model, i):
-        return token_logps(model, chosen[i]).sum() - token_logps(model, rejected[i]).sum()
+        return (
+            token_logps(model, chosen[i]).sum() - token_logps(model, rejected[i]).sum()
+        )
 
     with torch.no_grad(), model.disable_adapter():
         reference = [log_ratio(model, i) for i in range(len(pairs))]
@@ -169,7 +175,9 @@ class Run:
             # theta: (1 - rho) L_val + rho mean_i N sigma_i L_i; theta_hat: the lower loss alone.
             weights = num_rows * torch.softmax(logits.detach(), dim=0)[rows]
             upper = self.upper_loss(self.theta.model, upper_rows)
-            lower = (weights * self.lower_losses(self.theta.model, k, rows, True)).mean()
+            lower = (
+                weights * self.lower_losses(self.theta.model, k, rows, True)
+            ).mean()
             objective = (1 - rho) * upper + rho * lower
             C = costs()
             norm = self.theta.step(objective, k, lr, clip)
@@ -184,7 +192,11 @@ class Run:
             penalty = gamma * (num_rows * sigma * C).mean()
             (logits.grad,) = torch.autograd.grad(penalty, logits)
             optimizer.step()
-            record = {"rho": rho, "upper_loss": upper.item(), "lower_loss": lower.item()}
+            record = {
+                "rho": rho,
+                "upper_loss": upper.item(),
+                "lower_loss": lower.item(),
+            }
             record |= {"loss": objective.item(), "grad_norm": norm}
             record["omega"] = logits.detach().clone()
             self.records.append(record)
@@ -205,7 +217,10 @@ def assert_follows(run, expected, epochs, lr):
     assert len(run.metrics) == len(expected.records)
     for step, record in zip(run.metrics, expected.records, strict=True):
         for key in LOGGED:
-            assert step[key] == pytest.approx(record[key], rel=1e-6), (step["step"], key)
+            assert step[key] == pytest.approx(record[key], rel=1e-6), (
+                step["step"],
+                key,
+            )
     per_epoch = len(expected.records) // epochs
     for epoch in range(1, epochs + 1):
         theirs = expected.records[epoch * per_epoch - 1]["omega"]
@@ -214,7 +229,9 @@ def assert_follows(run, expected, epochs, lr):
     assert len(saved) == len(expected.theta.values)
     for name, value in expected.theta.values.items():
         mine = saved[name.replace(".default", "")]
-        torch.testing.assert_close(mine, value.detach(), rtol=1e-5, atol=1e-4 * lr, msg=name)
+        torch.testing.assert_close(
+            mine, value.detach(), rtol=1e-5, atol=1e-4 * lr, msg=name
+        )
 
 
 # What both scripts' runs have in common when they are compared with a `Run`.

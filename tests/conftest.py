@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; runs of other processes compare
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models; runs of other processes compare
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -25,10 +27,30 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = (
-    "red blue green seven eleven apple stone river north light paper quick round cold seed table "
-    "window garden summer letter"
-).split()
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "seven",
+    "eleven",
+    "apple",
+    "stone",
+    "river",
+    "north",
+    "light",
+]
+WORDS += [
+    "paper",
+    "quick",
+    "round",
+    "cold",
+    "seed",
+    "table",
+    "window",
+    "garden",
+    "summer",
+]
+WORDS += ["letter"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -127,12 +149,16 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
 
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), config)
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base_folder), config
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(
+                    scale * torch.randn(parameter.shape, generator=generator)
+                )
     model.save_pretrained(out)
     return out
 
@@ -154,13 +180,18 @@ def make_rows(count, seed, longest=12):
     def words(longest):
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
 
-    return [{"prompt": f"{seed}-{n} {words(6)}", "response": words(longest)} for n in range(count)]
+    return [
+        {"prompt": f"{seed}-{n} {words(6)}", "response": words(longest)}
+        for n in range(count)
+    ]
 
 
 def make_pairs(count, seed):
     """Preference pairs of random words."""
     pairs = []
-    for row, other in zip(make_rows(count, seed), make_rows(count, seed + 50), strict=True):
+    for row, other in zip(
+        make_rows(count, seed), make_rows(count, seed + 50), strict=True
+    ):
         answers = {"chosen": row["response"], "rejected": other["response"]}
         pairs.append({"prompt": row["prompt"]} | answers)
     return pairs
@@ -295,7 +326,9 @@ def refused(capfd):
         stderr = capfd.readouterr().err
         assert stop.value.code == 2, stderr
         assert "Traceback" not in stderr
-        lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
+        lines = [
+            line for line in stderr.replace("\r", "\n").splitlines() if line.strip()
+        ]
         errors = [line for line in lines if line.startswith("error: ")]
         assert errors == lines[-1:], stderr
         return lines[-1]

@@ -11,7 +11,7 @@ import re
 import by_hand
 import pytest
 import torch
-from by_hand import adapter, omega
+from by_hand import omega
 from conftest import (
     ROOT,
     flags,
@@ -82,31 +82,45 @@ def test_eq_bds_run_in_float64(train, files, folders, adapters, case):
     if more["upper_loss"] == "dpo":
         for level, seed in (("upper", 2), ("heldout", 3)):
             write_rows(paths[level], make_pairs(7, seed))
-    run = train(paths, name, adapter=adapters[name], **by_hand.OPTIONS, **method, **more)
+    run = train(
+        paths, name, adapter=adapters[name], **by_hand.OPTIONS, **method, **more
+    )
     lower, upper = read_rows(paths["lower"]), read_rows(paths["upper"])
     expected = by_hand.Run(folders[name], adapters[name], lower, upper)
     expected.train(**method)
     by_hand.assert_follows(run, expected, epochs=3, lr=method["lr"])
     norm = expected.records[0]["grad_norm"]
-    assert norm > method["clip"] or method["clip"] == math.inf  # the clip had something to do
+    assert (
+        norm > method["clip"] or method["clip"] == math.inf
+    )  # the clip had something to do
     # The weights in the ranking are N softmax(omega).
     weights = 7 * torch.softmax(expected.records[-1]["omega"], dim=0)
     for entry in run.weights:
-        assert entry["weight"] == pytest.approx(weights[entry["row_id"]].item(), rel=1e-6)
+        assert entry["weight"] == pytest.approx(
+            weights[entry["row_id"]].item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("omega_loss", ["next", "current"])
 def test_eq_omega_step_by_its_formula(train, files, omega_loss):
     """One plain step from zero: omega_i = -alpha gamma (C_i - mean C) / N for a full batch; C at
     theta^{k+1} is the final loss in the ranking, at theta^k the base loss."""
-    method = {"batch": 6, "epochs": 1, "lr": 5e-3, "omega_lr": 2, "omega_loss": omega_loss}
+    method = {
+        "batch": 6,
+        "epochs": 1,
+        "lr": 5e-3,
+        "omega_lr": 2,
+        "omega_loss": omega_loss,
+    }
     run = train(files(lower=6, upper=6), dtype="float64", **method)
     column = {"next": "final_loss", "current": "base_loss"}[omega_loss]
     entries = sorted(run.weights, key=lambda entry: entry["row_id"])
     losses = torch.tensor([entry[column] for entry in entries], dtype=torch.float64)
     expected = -2 / 9 * (losses - losses.mean()) / 6
     torch.testing.assert_close(omega(run, 1), expected, rtol=1e-6, atol=1e-9)
-    assert any(abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries)
+    assert any(
+        abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries
+    )
 
 
 @pytest.mark.parametrize(("rho", "dtype"), [(0.5, "float32"), (0.6, "float64")])
@@ -141,16 +155,26 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, tmp_path):
     sources = {"lower": rows, "upper": [("six", "e")], "heldout": [("sky", "f")]}
     paths = {}
     for name, texts in sources.items():
-        entries = [{"prompt": prompt, "response": response} for prompt, response in texts]
+        entries = [
+            {"prompt": prompt, "response": response} for prompt, response in texts
+        ]
         paths[name] = write_rows(tmp_path / f"{name}.jsonl", entries)
-    method = {"correction": 1, "omega_lr": 0, "rho_start": 0.5, "rho_step": 0, "epochs": 80}
+    method = {
+        "correction": 1,
+        "omega_lr": 0,
+        "rho_start": 0.5,
+        "rho_step": 0,
+        "epochs": 80,
+    }
     steps = {"batch": 4, "lr": 1e-2, "lora_rank": 4, "save_every": 1000}
     run = train(paths, save_model(model, tmp_path / "model"), **method, **steps)
     floor = math.log(2) / 3
     for entry in run.weights:
         least = floor if entry["row_id"] < 2 else 0
         assert entry["final_loss"] == pytest.approx(least, abs=0.03)
-        assert entry["final_loss"] - entry["attainable_loss"] == pytest.approx(0, abs=0.03)
+        assert entry["final_loss"] - entry["attainable_loss"] == pytest.approx(
+            0, abs=0.03
+        )
 
 
 # --- the step and how it is cut -------------------------------------------------------------------
@@ -168,7 +192,9 @@ def gradient(step, model, *batch, **limits):
 
 
 @pytest.mark.parametrize("script", [train_offline, train_online])
-def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters, script):
+def test_eq_gradient_does_not_depend_on_the_micro_batch(
+    files, folders, adapters, script
+):
     """Deviation 3's objective is normalised by the whole step: micro batches of 1, 3, 8 and 32 of
     32 upper and 21 lower rows of ragged lengths; online three answers each, or none."""
     device = torch.device("cpu")
@@ -178,7 +204,9 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters
     paths = files(lower=63, upper=32)
     rows = {}
     for name in ("lower", "upper"):
-        loaded, _ = load_rows(paths[name], tokenizer, cache_dir=folders["llama"].parent / "cache")
+        loaded, _ = load_rows(
+            paths[name], tokenizer, cache_dir=folders["llama"].parent / "cache"
+        )
         rows[name] = batches.take(loaded, range(len(loaded)))
     lower, more = rows["lower"][:21], {}
     if script is train_online:
@@ -192,10 +220,14 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters
     gradients = {}
     for size in (1, 3, 8, 32):
         batch = (rows["upper"], lower, weights, 0.4)
-        gradients[size] = gradient(script.descend, model, *batch, micro_batch=size, **more)
+        gradients[size] = gradient(
+            script.descend, model, *batch, micro_batch=size, **more
+        )
     assert gradients[32].norm() > 0.1
     for size in (1, 3, 8):
-        torch.testing.assert_close(gradients[size], gradients[32], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            gradients[size], gradients[32], rtol=1e-10, atol=1e-12
+        )
 
 
 def test_sft_reads_the_lower_rows_alone(train, files):
@@ -213,7 +245,8 @@ def test_the_seed_decides_everything(train, files):
     paths = files(lower=11, upper=7)
     method = {"batch": 4, "epochs": 2, "lr": 1e-2}
     first, again, other = (
-        train(paths, out=f"run{n}", seed=seed, **method) for n, seed in enumerate((3, 3, 4))
+        train(paths, out=f"run{n}", seed=seed, **method)
+        for n, seed in enumerate((3, 3, 4))
     )
     for name in (ADAPTER, "weights.jsonl", "weights/epoch_2.safetensors"):
         content = (first.out / name).read_bytes()
@@ -298,7 +331,11 @@ def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
         "final": lambda entry: -entry["final_loss"],
     }
     for name, score in scores.items():
-        for key, faults in (("", ("cut", "other")), ("/cut", ("cut",)), ("/other", ("other",))):
+        for key, faults in (
+            ("", ("cut", "other")),
+            ("/cut", ("cut",)),
+            ("/other", ("other",)),
+        ):
             bad = [entry for entry in run.weights if entry["kind"] in faults]
             pairs = [score(g) > score(b) for g in good for b in bad]
             share = sum(pairs) / len(pairs)
@@ -329,9 +366,16 @@ def test_run_folder_and_metrics(train, files):
         ends = step["step"] % 3 == 2
         for key in ("upper_heldout", "lower_heldout", "upper_exact", "omega/entropy"):
             assert (key in step) == ends
-        mixed = step["rho"] * step["lower_loss"] + (1 - step["rho"]) * step["upper_loss"]
+        mixed = (
+            step["rho"] * step["lower_loss"] + (1 - step["rho"]) * step["upper_loss"]
+        )
         assert step["loss"] == pytest.approx(mixed)
-    for key in ("upper_heldout", "lower_heldout", "upper_heldout_per_token", "upper_exact"):
+    for key in (
+        "upper_heldout",
+        "lower_heldout",
+        "upper_heldout_per_token",
+        "upper_exact",
+    ):
         assert run.result[key] == run.metrics[-1][key]
 
 
@@ -382,7 +426,11 @@ def test_every_flag_is_read_somewhere(script, here):
     read = {name for pair in read for name in pair}
     for level in ("lower", "upper"):  # by formatted names
         read |= {f"{level}_columns", f"{level}_limit"}
-    read |= {"preset", "rho_start", "rho_step"}  # in options.parse and options.penalties
+    read |= {
+        "preset",
+        "rho_start",
+        "rho_step",
+    }  # in options.parse and options.penalties
     assert set(arguments(script)) <= read
 
 
@@ -392,7 +440,10 @@ def test_every_flag_is_read_somewhere(script, here):
         ({"method": "sft", "omega_lr": 3, "rho_step": 0}, ["--rho-step", "--omega-lr"]),
         ({"adapter": "runs/first/adapter", "lora_rank": 8}, ["--lora-rank"]),
         ({"method": "mix", "token_budget": 500, "epochs": 7}, ["--epochs"]),
-        ({"method": "sft", "preset": "toy"}, []),  # a preset's values are nobody's words
+        (
+            {"method": "sft", "preset": "toy"},
+            [],
+        ),  # a preset's values are nobody's words
         ({"omega_lr": 3, "lora_rank": 8}, []),
     ],
 )
@@ -437,15 +488,24 @@ SETS = {
 @pytest.mark.parametrize("preset", SETS)
 def test_presets_hold_the_published_values_and_nothing_else(preset):
     model, lower, upper, limit = SETS[preset]
-    sources = {"lower": f".cache/recipes/{lower}.jsonl", "upper": f".cache/recipes/{upper}.jsonl"}
-    expected = PUBLISHED | sources | {"model": model, "lower_limit": limit, "preset": preset}
+    sources = {
+        "lower": f".cache/recipes/{lower}.jsonl",
+        "upper": f".cache/recipes/{upper}.jsonl",
+    }
+    expected = (
+        PUBLISHED | sources | {"model": model, "lower_limit": limit, "preset": preset}
+    )
     expected["gradient_checkpointing"] = True
     plain = arguments(train_offline, model="m", lower="a", upper="b")
     assert arguments(train_offline, preset=preset) == plain | expected
-    assert arguments(train_offline, preset=preset, lr=1)["lr"] == 1  # the command line stands above
+    assert (
+        arguments(train_offline, preset=preset, lr=1)["lr"] == 1
+    )  # the command line stands above
     of_online = arguments(train_online, preset=preset)
     batch = 16 if preset == "llama3-8b-safety" else 64
-    assert {name: of_online[name] for name in ONLINE} == ONLINE | {"generation_batch": batch}
+    assert {name: of_online[name] for name in ONLINE} == ONLINE | {
+        "generation_batch": batch
+    }
 
 
 def test_without_rows_and_a_model_it_is_the_toy(here):

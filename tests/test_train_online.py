@@ -79,13 +79,17 @@ class ByHand(by_hand.Run):
 
     def answers(self, k, place):
         rows, _, _ = self.states[k]["buffer"][place]
-        return [(torch.tensor(row["input_ids"]), row["trained"].index(1)) for row in rows]
+        return [
+            (torch.tensor(row["input_ids"]), row["trained"].index(1)) for row in rows
+        ]
 
     def refresh(self, model, k):
         """pi_old is the model of this step, at temperature 1."""
         self.old = {}
         for place, (_, old_logps, step) in self.states[k]["buffer"].items():
-            sums = [token_logps(model, answer).sum() for answer in self.answers(k, place)]
+            sums = [
+                token_logps(model, answer).sum() for answer in self.answers(k, place)
+            ]
             self.old[place] = torch.stack(sums).detach()
             assert step == k
             torch.testing.assert_close(old_logps, self.old[place], rtol=1e-6, atol=1e-6)
@@ -128,7 +132,12 @@ CASES = {
         "gradient_checkpointing": True,
     },
     "lambda": {"num_answers": 3, "ratio": "lambda", "micro_batch": 4},
-    "corrected, batches": {"num_answers": 2, "correction": 0.6, "batch": 3, "micro_batch": 2},
+    "corrected, batches": {
+        "num_answers": 2,
+        "correction": 0.6,
+        "batch": 3,
+        "micro_batch": 2,
+    },
     "preference pairs": {"upper_loss": "dpo", "clip": 0.05},
     "drop": {"refine": "drop", "mask": "dynamic"},
     "drop, corrected, batches": {"refine": "drop", "correction": 0.6, "batch": 4},
@@ -169,7 +178,9 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, states, case
         if lines["refine"] == "generate":
             last = min(first + 2, len(states))
             coming = batches.coming_rows(7, method["batch"], 0, first, last)
-            assert sorted(state["buffer"]) == sorted(set(coming) & set(places(state["mask"])))
+            assert sorted(state["buffer"]) == sorted(
+                set(coming) & set(places(state["mask"]))
+            )
         assert step["ratio_mean"] == mean_or_none(ratios)
         if ratios and lines["ratio"] == "sequence":
             assert step["ratio_max"] == pytest.approx(max(ratios), rel=1e-6)
@@ -177,23 +188,35 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, states, case
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 1e-4)])
-def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, tolerance):
+def test_eq_ratio_is_one_right_after_a_refresh(
+    online, files, adapters, dtype, tolerance
+):
     """Choice 10: old log-probs are scored by the training forward, so r = 1 at the step of the
     refresh, to rounding, whatever the temperature; later it is not."""
-    method = {"adapter": adapters["llama"], "dtype": dtype, "batch": 6, "epochs": 2, "lr": 1e-2}
+    method = {
+        "adapter": adapters["llama"],
+        "dtype": dtype,
+        "batch": 6,
+        "epochs": 2,
+        "lr": 1e-2,
+    }
     more = {"num_answers": 3, "temperature": 0.5, "ratio_masked": 0.5, "micro_batch": 4}
     fresh = online(files(), out="fresh", k_gen=1, **method, **more)
     assert len(fresh.metrics) == 4
     for step in fresh.metrics:
         assert step["ratio_mean"] == pytest.approx(1, abs=tolerance)
         assert step["ratio_max"] == pytest.approx(1, abs=tolerance)
-        assert step["ratio_ess"] == pytest.approx(3 * 6 * step["masked_share"], rel=tolerance)
+        assert step["ratio_ess"] == pytest.approx(
+            3 * 6 * step["masked_share"], rel=tolerance
+        )
         assert step["ratio_clamped"] == 0
     used = online(files(), out="used", k_gen=9, **method, **more)
     assert abs(used.metrics[-1]["ratio_mean"] - 1) > 0.01
 
 
-NOW = torch.tensor([[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True)
+NOW = torch.tensor(
+    [[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True
+)
 OLD = torch.tensor([[-3.5, -7.0], [-9.0, -2.5]], dtype=torch.float64)
 
 
@@ -208,7 +231,12 @@ def test_eq_lower_terms(kind):
         None: [[1, 1], [1, 1]],
     }[kind]
     rows = [{}, {}]
-    questions = [Answers(rows, OLD[0], 0), Answers(rows[:1]), Answers(rows, OLD[1], 0), Answers([])]
+    questions = [
+        Answers(rows, OLD[0], 0),
+        Answers(rows[:1]),
+        Answers(rows, OLD[1], 0),
+        Answers([]),
+    ]
     logps = torch.cat([NOW[0], torch.tensor([-6.0]), NOW[1]])
     lengths = torch.tensor([2.0, 4.0, 3.0, 1.0, 5.0])
     terms = lower_terms(questions, logps, lengths, kind)
@@ -216,7 +244,9 @@ def test_eq_lower_terms(kind):
     weighted = []
     for r, loss in zip(ratios, losses, strict=True):
         weighted.append((r[0] * loss[0] + r[1] * loss[1]) / 2)
-    assert terms.weighted.tolist() == pytest.approx([weighted[0], 2.0, weighted[1], 0.0])
+    assert terms.weighted.tolist() == pytest.approx(
+        [weighted[0], 2.0, weighted[1], 0.0]
+    )
     assert terms.plain.tolist() == pytest.approx([1.75, 2.0, 1.25, 0.0])
     assert terms.num_clamped == (kind == "sequence")
     assert not terms.plain.requires_grad
@@ -225,7 +255,11 @@ def test_eq_lower_terms(kind):
         for mine, theirs in zip(terms.ratios.tolist(), ratios, strict=True):
             assert mine == pytest.approx(theirs)
     (slopes,) = torch.autograd.grad(terms.weighted.sum(), logps)
-    flat = [*ratios[0], 2, *ratios[1]]  # the ratio is a weight: no gradient flows through it
+    flat = [
+        *ratios[0],
+        2,
+        *ratios[1],
+    ]  # the ratio is a weight: no gradient flows through it
     expected = [-r / 2 / n for r, n in zip(flat, lengths.tolist(), strict=True)]
     assert slopes.tolist() == pytest.approx(expected)
 
@@ -267,15 +301,25 @@ def test_eq_what_the_log_says_of_a_step():
     ],
     ids=["float64", "adam, current", "corrected"],
 )
-def test_up_to_the_first_refresh_it_is_offline_selection(train, online, files, adapters, method):
+def test_up_to_the_first_refresh_it_is_offline_selection(
+    train, online, files, adapters, method
+):
     """Deviation 9, number by number; from the refresh on it is another run."""
     paths = files(lower=16, upper=6)
-    steps = {"batch": 4, "epochs": 3, "lr": 5e-3, "micro_batch": 3, "adapter": adapters["llama"]}
+    steps = {
+        "batch": 4,
+        "epochs": 3,
+        "lr": 5e-3,
+        "micro_batch": 3,
+        "adapter": adapters["llama"],
+    }
     bds = train(paths, out="bds", **steps, **method)
     run = online(paths, out="online", first_refresh=6, k_gen=3, **steps, **method)
     assert [step["step"] for step in run.metrics if "answers" in step] == [6, 9]
     for mine, theirs in zip(run.metrics[:6], bds.metrics, strict=False):
-        differs = {key for key in theirs if mine[key] != theirs[key] and "time/" not in key}
+        differs = {
+            key for key in theirs if mine[key] != theirs[key] and "time/" not in key
+        }
         assert differs == set()
         assert (mine["masked_share"], mine["lower_loss_masked"]) == (0, None)
     assert torch.equal(omega(run, 1), omega(bds, 1))
@@ -285,20 +329,35 @@ def test_up_to_the_first_refresh_it_is_offline_selection(train, online, files, a
 
 def test_correction_leaves_theta_alone(online, train, files, adapters):
     """With omega frozen, theta with and without theta_hat is the same, bit for bit."""
-    steps = {"adapter": adapters["llama"], "batch": 4, "epochs": 2, "lr": 5e-3, "omega_lr": 0}
+    steps = {
+        "adapter": adapters["llama"],
+        "batch": 4,
+        "epochs": 2,
+        "lr": 5e-3,
+        "omega_lr": 0,
+    }
     for number, main in enumerate((online, train)):
         plain, corrected = (
-            main(files(lower=11, upper=6), out=f"{number}{a}", correction=a, **steps) for a in (0, 1)
+            main(files(lower=11, upper=6), out=f"{number}{a}", correction=a, **steps)
+            for a in (0, 1)
         )
         theirs = adapter(corrected)
-        assert all(torch.equal(value, theirs[name]) for name, value in adapter(plain).items())
+        assert all(
+            torch.equal(value, theirs[name]) for name, value in adapter(plain).items()
+        )
 
 
 def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
     """Other responses in the masked rows: the same theta and omega, bit for bit. All masked rows
     get the same omega, from the softmax's common part alone."""
     paths = files(lower=13, upper=6)
-    method = {"refine": "drop", "batch": 5, "epochs": 2, "lr": 1e-2, "ratio_masked": 0.4}
+    method = {
+        "refine": "drop",
+        "batch": 5,
+        "epochs": 2,
+        "lr": 1e-2,
+        "ratio_masked": 0.4,
+    }
     first = online(paths, out="first", **method)
     masked = sorted(entry["row_id"] for entry in first.weights if entry["masked"])
     rows = read_rows(paths["lower"])
@@ -308,7 +367,9 @@ def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
     second = online(paths, out="second", **method)
     assert len(masked) == 5
     theirs = adapter(second)
-    assert all(torch.equal(value, theirs[name]) for name, value in adapter(first).items())
+    assert all(
+        torch.equal(value, theirs[name]) for name, value in adapter(first).items()
+    )
     assert torch.equal(omega(first, 2), omega(second, 2))
     assert len(set(omega(first, 2)[masked].tolist())) == 1
     assert len(set(omega(first, 2).tolist())) > 5
@@ -359,7 +420,13 @@ def test_a_static_mask_is_drawn_once(online, files, states):
 def test_a_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, states):
     """At a refresh the R N smallest sigma(omega), here after every epoch; at first at random."""
     paths = files(lower=20, upper=6)
-    method = {"mask": "dynamic", "ratio_masked": 0.25, "batch": 10, "k_gen": 2, "omega_lr": 60}
+    method = {
+        "mask": "dynamic",
+        "ratio_masked": 0.25,
+        "batch": 10,
+        "k_gen": 2,
+        "omega_lr": 60,
+    }
     method |= {"rho_start": 0.5, "rho_step": 0, "lr": 5e-3, "save_every": 1}
     run = online(paths, epochs=4, **method)
     masks = [state["mask"] for state in states]
@@ -380,8 +447,9 @@ def test_a_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, stat
 
 
 @pytest.mark.parametrize("refine", ["generate", "drop"])
-def test_a_ranking_masks_the_rows_that_it_does_not_keep(online, files, states, tmp_path, refused,
-                                                        refine):
+def test_a_ranking_masks_the_rows_that_it_does_not_keep(
+    online, files, states, tmp_path, refused, refine
+):
     """--mask FILE: from step 0 on, whatever --ratio-masked; they are rewritten at the end and rank
     last. A ranking of other data is refused."""
     paths = files(lower=10, upper=6)
@@ -395,7 +463,11 @@ def test_a_ranking_masks_the_rows_that_it_does_not_keep(online, files, states, t
     assert [len(state["buffer"]) for state in states] == [0, 0, answers, answers]
     for entries in (run.weights, run.curated):
         assert sorted(entry["row_id"] for entry in entries[-3:]) == [3, 6, 8]
-    assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == [3, 6, 8]
+    assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == [
+        3,
+        6,
+        8,
+    ]
     rows[3]["response"] = "another answer"
     write_rows(paths["lower"], rows)
     refused(lambda: online(paths, out="other", **method))
@@ -415,7 +487,9 @@ def test_masked_rows_are_ranked_within_their_group_or_below():
 
 
 @pytest.mark.parametrize(("k_gen", "best"), [(50, 1), (1, 7)])
-def test_a_dynamic_mask_that_only_the_first_step_drew_is_a_random_one(online, files, k_gen, best):
+def test_a_dynamic_mask_that_only_the_first_step_drew_is_a_random_one(
+    online, files, k_gen, best
+):
     """All weights are equal then: its rows are not the worst; of a later mask they are."""
     run = online(files(lower=12), mask="dynamic", k_gen=k_gen, ratio_masked=0.5)
     ranks = [row["rank"] for row in run.weights if row["masked"]]
@@ -462,10 +536,19 @@ def test_a_cut_answer_trains_without_an_end(online, files, states):
 def test_answers_are_seeded_by_seed_refresh_row_and_number(online, files, states):
     """A run repeats; another refresh, seed or number of the answer draws another one, and a low
     temperature the likeliest alone."""
-    method = {"batch": 4, "epochs": 2, "k_gen": 2, "ratio_masked": 1.0, "lr": 0, "save_every": 2}
+    method = {
+        "batch": 4,
+        "epochs": 2,
+        "k_gen": 2,
+        "ratio_masked": 1.0,
+        "lr": 0,
+        "save_every": 2,
+    }
     texts = []
     for number, more in enumerate(({}, {}, {"seed": 1}, {"temperature": 1e-4})):
-        online(files(lower=8, upper=6), out=f"{number}", num_answers=3, **method, **more)
+        online(
+            files(lower=8, upper=6), out=f"{number}", num_answers=3, **method, **more
+        )
     for state in states:
         answers = {}
         for place, (rows, _, _) in state["buffer"].items():
@@ -492,7 +575,9 @@ def test_templates(online, files, tmp_path, states, chat, front):
     for rows, _, _ in states[0]["buffer"].values():
         for row in rows:
             assert tokenizer.decode(batches.prompt_of(row)).endswith(front)
-    refined = [entry["refined"] for entry in run.curated if entry["refined"] is not None]
+    refined = [
+        entry["refined"] for entry in run.curated if entry["refined"] is not None
+    ]
     assert len(refined) == 6
     for text in refined:
         assert not any(token in text for token in ("<|im", "<eos>", "<pad>"))
