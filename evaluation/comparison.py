@@ -35,7 +35,7 @@ COLUMNS = (
 )
 PER_TOKEN = tuple(f"{name}_per_token" for name in SEQUENCE)
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
-SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "cache_dir", "fsdp", "masked_rows")
+SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "cache_dir", "fsdp")
 SETS = ("upper_heldout", "lower", "lower_heldout")
 
 

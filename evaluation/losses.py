@@ -13,7 +13,7 @@ import utils
 from batches import mean_losses, row_losses
 from data import sets, tokens
 from evaluation.export import exported_row
-from evaluation.runs import Run, each_curated, read_json
+from evaluation.runs import Run, each_curated, read_json, reading
 from evaluation.texts import show_table
 from runtime import processes
 from runtime.folder import fingerprint
@@ -139,8 +139,8 @@ def run_losses(args):
     model, tokenizer, run = load_trained(args.run)
     start = run.args.adapter
     if start:
-        models.find_adapter(start)
-        model.load_adapter(start, "start")
+        with reading(start):
+            model.load_adapter(start, "start")
         model.set_adapter("default")
     context = models.context_length(model.config)
     if args.rows:

@@ -35,9 +35,9 @@ DAMAGES = {
     "a list": lambda _: b"[1, 2]\n",
     "deep": lambda _: b"[" * 100_000 + b"\n",
     "no keys": lambda _: b"{}\n",
-    "cut": lambda whole: whole[:len(whole) // 2] + b"\n",
+    "cut": lambda whole: whole[:len(whole) // 2 - 3] + b"\n",
 }
-SOUND = {("base.json", "no keys"), ("losses.json", "no keys")}  # nothing was measured
+SOUND = ("base.json", "losses.json", "result.json", "metrics.jsonl")  # figures may be missing
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_damaged_files_are_one_line(run_folder, refused, name, damage):
     path = run_folder / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     for command in FILES[name]:
-        if (name, damage) not in SOUND:
+        if damage != "no keys" or name not in SOUND:
             assert str(run_folder) in refused(lambda c=command: call(c, run_folder))
 
 
