@@ -46,6 +46,7 @@ def draw(title, caption, curves, xlabel, ylabel):
     if not axes.lines:
         return ""
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.locator_params(axis="x", integer=True)
     axes.legend()
     buffer = io.BytesIO()
     axes.figure.savefig(buffer, dpi=150)
