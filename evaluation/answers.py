@@ -23,7 +23,9 @@ def answers_of(names, prompts, max_new_tokens):
             base = f"base {run.args.model}"
             if base not in answers:
                 with model.disable_adapter():
-                    answers[base] = respond(model, tokenizer, prompts, max_new_tokens, template)
+                    answers[base] = respond(
+                        model, tokenizer, prompts, max_new_tokens, template
+                    )
         if title in answers:
             title = str(Path(name).absolute())
         answers[title] = respond(model, tokenizer, prompts, max_new_tokens, template)

@@ -41,6 +41,7 @@ SETS = ("upper_heldout", "lower", "lower_heldout")
 
 # --- the same rows --------------------------------------------------------------------------------
 
+
 def without_seed(value, seed):
     """A path in which the run's seed, as a whole number, is replaced: seed-3/rows.jsonl.
 
@@ -54,8 +55,16 @@ def without_seed(value, seed):
 def source_of(run, name):
     """The arguments that say where a set's rows come from and how they are read, as a list."""
     level = name.split("_")[0]
-    flags = ("template", "turns", "max_length", "model", name, level, f"{level}_limit",
-             f"{level}_columns")
+    flags = (
+        "template",
+        "turns",
+        "max_length",
+        "model",
+        name,
+        level,
+        f"{level}_limit",
+        f"{level}_columns",
+    )
     return [without_seed(getattr(run.args, flag, None), run.args.seed) for flag in flags]
 
 
@@ -78,7 +87,9 @@ def same_data(one, two, name):
         return True
     if source_of(one, name) != source_of(two, name):
         return False
-    if name == "lower" and getattr(one.args, "keep", None) != getattr(two.args, "keep", None):
+    if name == "lower" and getattr(one.args, "keep", None) != getattr(
+        two.args, "keep", None
+    ):
         return True
     return one.args.seed != two.args.seed and drawn_by_seed(one, name)
 
@@ -88,11 +99,14 @@ def check_same_data(runs):
     for one, two in itertools.combinations(runs, 2):
         for name in SETS:
             if not same_data(one, two, name):
-                raise UserError(f"{one.folder} and {two.folder} are runs of different data (their "
-                                f"{name} rows): their losses do not compare")
+                raise UserError(
+                    f"{one.folder} and {two.folder} are runs of different data (their "
+                    f"{name} rows): their losses do not compare"
+                )
 
 
 # --- seeds in one row -----------------------------------------------------------------------------
+
 
 def student_t(freedom):
     """The 97.5 % quantile of Student's t, to 1e-3: exact for 1-6, else Cornish and Fisher."""
@@ -181,6 +195,7 @@ def comparison_rows(runs):
 
 # --- tables ---------------------------------------------------------------------------------------
 
+
 def cell_text(value, runs, interval):
     """The text of a `summary` (None for none) in a row of so many runs."""
     if value is None:
@@ -215,8 +230,10 @@ def run_compare(args):
     rows = comparison_rows([Run(folder) for folder in args.runs])
     if args.json:
         write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
-    print("nats a token, sequence mean; ± is the standard deviation over seeds; the AUROCs of an\n"
-          "online run are over its unmasked rows, those of a run on kept rows are left out")
+    print(
+        "nats a token, sequence mean; ± is the standard deviation over seeds; the AUROCs of an\n"
+        "online run are over its unmasked rows, those of a run on kept rows are left out"
+    )
     show_table(*comparison_cells(rows))
     if len(rows) < len(args.runs):
         print("\n95 % interval of the mean (Student's t over seeds)")

@@ -44,8 +44,6 @@ def export(source, layout, out=None):
     source = Path(source)
     if source.is_dir():
         source = source / "curated.jsonl"
-    if not source.exists():
-        raise UserError(f"{source}: no such file; a finished online run has a curated.jsonl")
     out = Path(out) if out else source.with_suffix(f".{layout}.jsonl")
     check_output(out, source, source.parent)
     rows, transcripts = [], 0
@@ -56,11 +54,15 @@ def export(source, layout, out=None):
                 rows.append(row)
                 transcripts += bool(entry.get("messages"))
     if not rows:
-        raise UserError(f"{source}: holds no row for --format {layout}: none is kept or rewritten "
-                        "(pairs: none has a recommended new answer)")
+        raise UserError(
+            f"{source}: holds no row for --format {layout}: none is kept or rewritten "
+            "(pairs: none has a recommended new answer)"
+        )
     write_jsonl(out, rows)
     words = f"{len(rows)} rows: {out}"
     if transcripts and layout == "alpaca":
-        words += (f"; {transcripts} rows are conversations, and alpaca has no turns: their "
-                  "instruction is the transcript; --format messages keeps the turns")
+        words += (
+            f"; {transcripts} rows are conversations, and alpaca has no turns: their "
+            "instruction is the transcript; --format messages keeps the turns"
+        )
     return words

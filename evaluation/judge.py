@@ -31,8 +31,26 @@ Which answer is better? Reply with one word: A, B or tie."""
 
 PARALLEL = 4  # questions at a time
 # Words that may stand beside a verdict; with any other word the reply is not one.
-FILLER = {"the", "answer", "option", "response", "verdict", "better", "best", "is", "it's", "it",
-          "i", "would", "say", "choose", "pick", "prefer", "my", "wins"}
+FILLER = {
+    "the",
+    "answer",
+    "option",
+    "response",
+    "verdict",
+    "better",
+    "best",
+    "is",
+    "it's",
+    "it",
+    "i",
+    "would",
+    "say",
+    "choose",
+    "pick",
+    "prefer",
+    "my",
+    "wins",
+}
 
 
 class Endpoint:
@@ -46,7 +64,9 @@ class Endpoint:
         try:
             import openai
         except ImportError:
-            raise UserError("the package openai is not installed: pip install openai") from None
+            raise UserError(
+                "the package openai is not installed: pip install openai"
+            ) from None
         self.name, self.error = name, openai.OpenAIError
         try:
             self.client = openai.OpenAI(base_url=url)
@@ -83,7 +103,9 @@ class Cache:
 
     def __init__(self, path):
         self.path, self.known, self.lock = Path(path), {}, threading.Lock()
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = (
+            self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        )
         for line in lines:
             try:
                 entry = json.loads(line)

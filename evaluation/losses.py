@@ -21,6 +21,7 @@ from utils import UserError
 
 # --- the trained model ----------------------------------------------------------------------------
 
+
 def is_model(name):
     """Whether `name` is a model: one on the hub, or a folder whose config.json is a model's."""
     path = Path(name) / "config.json"
@@ -34,8 +35,10 @@ def load_trained(name):
         return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
     run = Run(name)
     if not (run.folder / "adapter").is_dir():
-        raise UserError(f"{name}: no adapter folder; the run has not finished (continue it with "
-                        "--resume)")
+        raise UserError(
+            f"{name}: no adapter folder; the run has not finished (continue it with "
+            "--resume)"
+        )
     dtype, trained = run.args.dtype, run.config["environment"]
     if dtype == "auto" and trained["device"] == device.type == "cpu":
         dtype = trained["dtype"]  # what auto was there: processors differ
@@ -56,11 +59,14 @@ def check_base(run, model):
         return
     weights = fingerprint(dict(model.named_buffers()) | model.state_dict())
     if weights != run.config["model"]["base_weights"]:
-        raise UserError(f"{run.folder}: its base model {run.args.model} has changed since the run; "
-                        "the adapter belongs to the weights of then: put them back, or train anew")
+        raise UserError(
+            f"{run.folder}: its base model {run.args.model} has changed since the run; "
+            "the adapter belongs to the weights of then: put them back, or train anew"
+        )
 
 
 # --- its rows -------------------------------------------------------------------------------------
+
 
 def tokenised(rows, tokenizer, template, max_length):
     """Tokenised rows of a list of dictionaries, in the layout of any file of rows."""
@@ -97,17 +103,23 @@ def sets_of_run(run, tokenizer, context):
     levels = sets.load_levels(args, tokenizer, context)
     for name in ("lower", "upper_heldout", "lower_heldout"):
         part = getattr(levels, name)
-        thinned = name == "lower" and getattr(args, "keep", None)  # the run saw a part of them
+        thinned = name == "lower" and getattr(
+            args, "keep", None
+        )  # the run saw a part of them
         if part is not None and not thinned and sets.rows_hash(part) != before[name]:
-            raise UserError(f"{run.folder}: the rows of {name} have changed since the run: its "
-                            "figures would be of other rows than those of result.json; measure "
-                            "these with --rows")
-    measured = {}
-    if args.upper_loss == "sft":  # else they are pairs, whose loss is not that of a row
-        measured["upper_heldout"] = levels.upper_heldout
-    measured["lower_original"] = levels.lower
-    measured["lower_heldout"] = levels.lower_heldout
-    measured["lower_refined"] = refined_rows(run, tokenizer)
+            raise UserError(
+                f"{run.folder}: the rows of {name} have changed since the run: its "
+                "figures would be of other rows than those of result.json; measure "
+                "these with --rows"
+            )
+    measured = {
+        "upper_heldout": levels.upper_heldout,
+        "lower_original": levels.lower,
+        "lower_heldout": levels.lower_heldout,
+        "lower_refined": refined_rows(run, tokenizer),
+    }
+    if args.upper_loss == "dpo":  # they are pairs, whose loss is not that of a row
+        del measured["upper_heldout"]
     return {name: part for name, part in measured.items() if part is not None}
 
 
@@ -122,11 +134,14 @@ def rows_of_file(source, args, tokenizer, context):
         max_length=min(args.max_length, context),
         cache_dir=args.cache_dir,
     )
-    print(f"{source}: {len(part)} of {report['rows_in_source']} rows{sets.left_out(report)}")
+    print(
+        f"{source}: {len(part)} of {report['rows_in_source']} rows{sets.left_out(report)}"
+    )
     return {"rows": part}
 
 
 # --- before and after -----------------------------------------------------------------------------
+
 
 def run_losses(args):
     """`python eval.py losses`: every set (or the rows of --rows) under the base and the run.
@@ -135,7 +150,9 @@ def run_losses(args):
     losses.json into the run folder: the keys of result.json, the base's under "base/".
     """
     if is_model(args.run):
-        raise UserError(f"{args.run}: not a run folder; losses compares a run with its base model")
+        raise UserError(
+            f"{args.run}: not a run folder; losses compares a run with its base model"
+        )
     model, tokenizer, run = load_trained(args.run)
     start = run.args.adapter
     if start:
@@ -158,10 +175,16 @@ def run_losses(args):
             values[f"base/{key}"] = value
             cell += [value, values[key]]
         cells.append(cell)
-    then, now = (run.result or {}).get("lower_original"), values.get("lower_original")
-    if None not in (then, now) and abs(then - now) > 0.02:  # no fingerprint sees all changes
-        raise UserError(f"{run.folder}: the base model or the lower rows have changed since the "
-                        f"run (lower_original {then:.4f} in result.json, {now:.4f} now)")
-    show_table(["set", "rows", "base, sequence mean", "run", "base, token mean", "run"], cells)
+    then, now = run.result.get("lower_original"), values.get("lower_original")
+    if (
+        None not in (then, now) and abs(then - now) > 0.02
+    ):  # no fingerprint sees all changes
+        raise UserError(
+            f"{run.folder}: the base model or the lower rows have changed since the "
+            f"run (lower_original {then:.4f} in result.json, {now:.4f} now)"
+        )
+    show_table(
+        ["set", "rows", "base, sequence mean", "run", "base, token mean", "run"], cells
+    )
     if not args.rows:
         utils.write_atomic(run.folder / "losses.json", json.dumps(values, indent=2) + "\n")

@@ -10,27 +10,50 @@ from evaluation.texts import escaped_html, one_line
 NAME = 40  # characters of a curve's name
 # (title, caption, unit, {curve: key of metrics.jsonl}) of the figures over the steps.
 STEP_FIGURES = (
-    ("Training losses", "The step's batches before its update. The lower loss is weighted.",
-     "nats a token",
-     {"upper": "upper_loss", "lower": "lower_loss", "lower, masked rows": "lower_loss_masked"}),
-    ("Importance ratios", "The answers in each step's batch. Far above or below one, the answers "
-     "are stale: take a smaller --k-gen.",
-     "ratio", {"mean": "ratio_mean", "largest": "ratio_max"}),
-    ("Generated answers", "Mean length at each refresh.", "tokens", {"length": "answer_length"}),
+    (
+        "Training losses",
+        "The step's batches before its update. The lower loss is weighted.",
+        "nats a token",
+        {
+            "upper": "upper_loss",
+            "lower": "lower_loss",
+            "lower, masked rows": "lower_loss_masked",
+        },
+    ),
+    (
+        "Importance ratios",
+        "The answers in each step's batch. Far above or below one, the answers "
+        "are stale: take a smaller --k-gen.",
+        "ratio",
+        {"mean": "ratio_mean", "largest": "ratio_max"},
+    ),
 )
 # (title, caption, unit, {curve: key of `ranking_over_epochs`}).
 RANKING_FIGURES = (
-    ("Response length of the top 10 %", "Mean length of the original responses of the rows with "
-     "the largest and the smallest weights.",
-     "tokens", {"top 10 %": "top_length", "bottom 10 %": "bottom_length"}),
-    ("Overlap of the ranking's ends", "Share of the top (bottom) 10 % that was there an epoch "
-     "before.", "share", {"top 10 %": "top_previous", "bottom 10 %": "bottom_previous"}),
-    ("Telling bad rows by weight", "AUROC of the weights against the known labels; one half is "
-     "chance.", "AUROC", {"weight": "auroc"}),
+    (
+        "Response length of the top 10 %",
+        "Mean length of the original responses of the rows with "
+        "the largest and the smallest weights.",
+        "tokens",
+        {"top 10 %": "top_length", "bottom 10 %": "bottom_length"},
+    ),
+    (
+        "Overlap of the ranking's ends",
+        "Share of the top (bottom) 10 % that was there an epoch before.",
+        "share",
+        {"top 10 %": "top_previous", "bottom 10 %": "bottom_previous"},
+    ),
+    (
+        "Telling bad rows by weight",
+        "AUROC of the weights against the known labels; one half is chance.",
+        "AUROC",
+        {"weight": "auroc"},
+    ),
 )
 
 
 # --- one figure -----------------------------------------------------------------------------------
+
 
 def draw(title, caption, curves, xlabel, ylabel):
     """A <figure> of curves [(name, xs, ys)]; "" if none has a point. None leaves a point out."""
@@ -39,7 +62,9 @@ def draw(title, caption, curves, xlabel, ylabel):
     axes = Figure(figsize=(4.6, 2.9), layout="constrained").subplots()
     for name, xs, ys in curves:
         if any(y is not None for y in ys):
-            name = one_line(name, NAME).replace("$", r"\$")  # dollar signs would begin a formula
+            name = one_line(name, NAME).replace(
+                "$", r"\$"
+            )  # dollar signs would begin a formula
             ys = [math.nan if y is None else y for y in ys]
             marker = "o" if len(xs) < 10 else None
             axes.plot(xs, ys, marker=marker, linewidth=1, label=name)
@@ -52,11 +77,14 @@ def draw(title, caption, curves, xlabel, ylabel):
     axes.figure.savefig(buffer, dpi=150)
     picture = base64.b64encode(buffer.getvalue()).decode()
     title = escaped_html(title)
-    return (f'<figure><b>{title}</b><img alt="{title}" src="data:image/png;base64,{picture}">'
-            f"<figcaption>{escaped_html(caption)}</figcaption></figure>")
+    return (
+        f'<figure><b>{title}</b><img alt="{title}" src="data:image/png;base64,{picture}">'
+        f"<figcaption>{escaped_html(caption)}</figcaption></figure>"
+    )
 
 
 # --- what is drawn --------------------------------------------------------------------------------
+
 
 def over_steps(run, key):
     """(steps counted from one, values) of a metric, over the steps that have it."""
@@ -82,8 +110,13 @@ def weight_figure(run):
     for share in (0.99, 0.9, 0.5, 0.1, 0.01):
         quantiles = [w.sort().values[round(share * (len(w) - 1))].item() for w in weights]
         curves.append((f"{share:.0%}", list(run.omegas), quantiles))
-    return draw("Weights over the epochs", "Quantiles of the weights, whose mean is one.", curves,
-                "epoch", "weight")
+    return draw(
+        "Weights over the epochs",
+        "Quantiles of the weights, whose mean is one.",
+        curves,
+        "epoch",
+        "weight",
+    )
 
 
 def of_run(run):
@@ -99,7 +132,9 @@ def of_run(run):
             rows = [line for line in lines if line["group"] == group]
             for name, key in keys.items():
                 label = name if group == "all" else f"{name}, {group}"
-                curves.append((label, [row["epoch"] for row in rows], [row[key] for row in rows]))
+                curves.append(
+                    (label, [row["epoch"] for row in rows], [row[key] for row in rows])
+                )
         figures += draw(title, caption, curves, "epoch", unit)
     return figures + weight_figure(run)
 
@@ -109,6 +144,11 @@ def of_runs(runs):
     figures = ""
     for level in ("upper", "lower"):
         curves = [(run.name, *over_epochs(run, f"{level}_heldout")) for run in runs]
-        figures += draw(f"Held-out {level} loss", "Rows never trained on, sequence mean; epoch 0 "
-                        "is the base model.", curves, "epoch", "nats a token")
+        figures += draw(
+            f"Held-out {level} loss",
+            "Rows never trained on, sequence mean; epoch 0 is the base model.",
+            curves,
+            "epoch",
+            "nats a token",
+        )
     return figures

@@ -51,13 +51,17 @@ def evaluate(model, tokenizer, tasks, limit=None, batch_size=8):
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError("lm-evaluation-harness is not installed: pip install 'lm_eval[hf]==0.4.13' "
-                        f"({error})") from None
+        raise UserError(
+            "lm-evaluation-harness is not installed: pip install 'lm_eval[hf]==0.4.13' "
+            f"({error})"
+        ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     local = not isinstance(tasks[0], str)
     try:
         results = lm_eval.simple_evaluate(
-            HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size),
+            HFLM(
+                pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size
+            ),
             tasks=tasks,
             num_fewshot=0,
             limit=limit,
@@ -66,8 +70,10 @@ def evaluate(model, tokenizer, tasks, limit=None, batch_size=8):
             bootstrap_iters=1,  # asks for standard errors; that of a mean is exact
         )
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"--tasks: the harness cannot load or run them ({first_line(error)}); "
-                        "without a network pass --local FOLDER") from None
+        raise UserError(
+            f"--tasks: the harness cannot load or run them ({first_line(error)}); "
+            "without a network pass --local FOLDER"
+        ) from None
     figures = {}
     for task in tasks:
         name = task["task"] if local else task

@@ -10,6 +10,7 @@ from utils import UserError
 
 # --- another threshold ----------------------------------------------------------------------------
 
+
 def rethreshold(source, fraction, out=None, by="weight"):
     """Write the best `fraction` of a run's ranking, or of a ranking file, best row first.
 
@@ -21,7 +22,9 @@ def rethreshold(source, fraction, out=None, by="weight"):
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
     source = ranking_of(source)
     if out is None:
-        name = "kept.jsonl" if source.name == "weights.jsonl" else f"{source.stem}.kept.jsonl"
+        name = (
+            "kept.jsonl" if source.name == "weights.jsonl" else f"{source.stem}.kept.jsonl"
+        )
         out = source.with_name(name)
     check_output(out, source, source.parent)
     rows = read_ranking(source)
@@ -30,20 +33,25 @@ def rethreshold(source, fraction, out=None, by="weight"):
             rows.sort(key=lambda row: row["final_loss"])
     limit = round(fraction * len(rows))
     if not limit:
-        raise UserError(f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept")
+        raise UserError(
+            f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept"
+        )
     lines = []
     for rank, row in enumerate(rows, 1):
-        lines.append({
-            "row_id": row["row_id"],
-            "hash": row["hash"],
-            "rank": rank,
-            "kept": rank <= limit,
-        })
+        lines.append(
+            {
+                "row_id": row["row_id"],
+                "hash": row["hash"],
+                "rank": rank,
+                "kept": rank <= limit,
+            }
+        )
     utils.write_jsonl(out, lines)
     return f"kept {limit} of {len(rows)} rows: {out}, for --keep"
 
 
 # --- over the epochs ------------------------------------------------------------------------------
+
 
 def ranking_groups(run):
     """{group: positions of omega (n,)}: all rows; of an online run the masked and the unmasked.
@@ -84,6 +92,11 @@ def column_of(run, name):
     return torch.tensor([row[name] for row in run.rows])
 
 
+def mean_of(column, places):
+    """The mean of a column (N,) at some positions, None without the column."""
+    return None if column is None else column[places].double().mean().item()
+
+
 def ranking_over_epochs(run):
     """How the top and bottom tenth of the rows move (the paper's analysis of the ranking).
 
@@ -102,18 +115,13 @@ def ranking_over_epochs(run):
                 "epoch": epoch,
                 "group": group,
                 "rows": len(top),
-                "top_length": None,
-                "bottom_length": None,
+                "top_length": mean_of(lengths, top),
+                "bottom_length": mean_of(lengths, bottom),
                 "top_previous": overlap(top, previous_top),
                 "bottom_previous": overlap(bottom, previous_bottom),
                 "top_last": overlap(top, last_top),
-                "auroc": None,
+                "auroc": None if bad is None else auroc(omega[members], bad[members]),
             }
-            if lengths is not None:
-                line["top_length"] = lengths[top].double().mean().item()
-                line["bottom_length"] = lengths[bottom].double().mean().item()
-            if bad is not None:
-                line["auroc"] = auroc(omega[members], bad[members])
             lines.append(line)
             previous_top, previous_bottom = top, bottom
     return lines
@@ -125,8 +133,12 @@ def print_rankings(runs):
         for line in ranking_over_epochs(run):
             lines.append({"run": run.name, **line})
     if not lines:
-        raise UserError(f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
-                        "selector or has not finished an epoch")
-    print("top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
-          "and with the last")
+        raise UserError(
+            f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
+            "selector or has not finished an epoch"
+        )
+    print(
+        "top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
+        "and with the last"
+    )
     show_table(list(lines[0]), [list(line.values()) for line in lines])

@@ -16,8 +16,8 @@ from evaluation.runs import check_output, each_curated, read_ranking, reading
 from evaluation.texts import escaped_html, html_table, one_line, plain
 from utils import UserError, read_jsonl
 
-TEXT = 700     # characters of a prompt or an answer that are shown
-EXAMPLES = 6   # rows shown at each end of the ranking
+TEXT = 700  # characters of a prompt or an answer that are shown
+EXAMPLES = 6  # rows shown at each end of the ranking
 STYLE = (Path(__file__).parent / "report.css").read_text()
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 FACTS = ("rank", "row_id", "weight", "base_loss", "final_loss", "margin", "surprise")
@@ -25,6 +25,7 @@ TAGS = ("reason", "kind", "masked", "bad")
 
 
 # --- rows -----------------------------------------------------------------------------------------
+
 
 def row_card(row, texts):
     """One row of the data: what is known about it, then its texts {label: text}."""
@@ -38,14 +39,18 @@ def row_card(row, texts):
             facts.append(key if row[key] is True else one_line(row[key]))
     boxes = ""
     for label, text in texts.items():
-        boxes += (f'<div><span class="label">{escaped_html(label)}</span>'
-                  f'<div class="text" dir="auto">{escaped_html(text[:TEXT])}</div>')
+        boxes += (
+            f'<div><span class="label">{escaped_html(label)}</span>'
+            f'<div class="text" dir="auto">{escaped_html(text[:TEXT])}</div>'
+        )
         if len(text) > TEXT:
             boxes += f'<span class="cut">… {len(text) - TEXT:,} more characters</span>'
         boxes += "</div>"
     header = escaped_html(" · ".join(facts))
-    return (f'<article class="row"><header>{header}</header><div class="pair">{boxes}</div>'
-            "</article>")
+    return (
+        f'<article class="row"><header>{header}</header><div class="pair">{boxes}</div>'
+        "</article>"
+    )
 
 
 def shown_texts(run):
@@ -62,7 +67,10 @@ def shown_texts(run):
 
 def cards(rows, texts):
     """The cards of the first EXAMPLES of these rows, with the texts that are known."""
-    shown = [row_card(row, texts.get((row["row_id"], row["hash"]), {})) for row in rows[:EXAMPLES]]
+    shown = [
+        row_card(row, texts.get((row["row_id"], row["hash"]), {}))
+        for row in rows[:EXAMPLES]
+    ]
     return "".join(shown)
 
 
@@ -72,21 +80,27 @@ def rows_section(run, texts):
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     ordered = sorted(run.rows, key=lambda row: row["rank"])
     page = f"<h3>Best rows</h3>{cards(ordered, texts)}"
-    page += f"<h3>Worst rows</h3>{cards(ordered[:-EXAMPLES - 1:-1], texts)}"
+    page += f"<h3>Worst rows</h3>{cards(ordered[::-1], texts)}"
     curated = run.folder / "curated.jsonl"
     if curated.exists():
-        rewritten = (row for row in each_curated(curated) if row.get("recommended") == "refined")
+        rewritten = (
+            row for row in each_curated(curated) if row.get("recommended") == "refined"
+        )
         page += "<h3>Recommended new answers of the largest margin</h3>"
         for row in heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"]):
-            page += row_card(row, {
-                "prompt": row["prompt"],
-                "original": row["response"],
-                "new answer": row["refined"],
-            })
+            page += row_card(
+                row,
+                {
+                    "prompt": row["prompt"],
+                    "original": row["response"],
+                    "new answer": row["refined"],
+                },
+            )
     return page
 
 
 # --- row tests ------------------------------------------------------------------------------------
+
 
 def join_row_tests(run, file):
     """Add `reason` and `surprise` of a row tests' ranking to the rows of a run.
@@ -97,10 +111,14 @@ def join_row_tests(run, file):
     for row in run.rows or ():
         tested = tests.get(row["row_id"], {})
         if tested.get("hash") != row["hash"]:
-            raise UserError(f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
-                            "this text: the ranking belongs to other data")
+            raise UserError(
+                f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
+                "this text: the ranking belongs to other data"
+            )
         if "reason" not in tested:
-            raise UserError(f"{file}: has no column reason; `python -m row_tests` writes one")
+            raise UserError(
+                f"{file}: has no column reason; `python -m row_tests` writes one"
+            )
         row["reason"], row["surprise"] = tested["reason"], tested["surprise"]
 
 
@@ -115,12 +133,15 @@ def row_tests_section(run, texts):
     counts = sorted(counts.values(), key=lambda count: -count[1])
     known = [row for row in flagged if (row["row_id"], row["hash"]) in texts]
     known.sort(key=lambda row: -row["surprise"])
-    return (f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
-            + html_table(["reason", "rows", "of these kept by the run"], counts)
-            + cards(known, texts))
+    return (
+        f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
+        + html_table(["reason", "rows", "of these kept by the run"], counts)
+        + cards(known, texts)
+    )
 
 
 # --- tables ---------------------------------------------------------------------------------------
+
 
 def before_and_after(run):
     """(header, rows): every held-out figure of the base model and of the run."""
@@ -135,13 +156,15 @@ def before_and_after(run):
 
 def folded(title, values):
     """A folded table of {name: value}."""
-    rows = [[key, value if isinstance(value, float) else str(value)]
-            for key, value in values.items()]
+    rows = []
+    for key, value in values.items():
+        rows.append([key, f"{value:.6g}" if isinstance(value, float) else str(value)])
     table = html_table(["name", "value"], rows, "config", limit=300)
     return f"<details><summary>{title}</summary>{table}</details>"
 
 
 # --- the page -------------------------------------------------------------------------------------
+
 
 def subtitle(run):
     """What was run, on how much, for how long; one line."""
@@ -181,24 +204,29 @@ def page_of(runs, row_tests):
     finished = [run for run in runs if run.result]
     if finished:
         rows = comparison_rows(finished)
-        body += "<p class='muted'>Nats a token, sequence mean; ± is the standard deviation over " \
-                "seeds.</p>" + html_table(*comparison_cells(rows))
+        body += (
+            "<p class='muted'>Nats a token, sequence mean; ± is the standard deviation over "
+            "seeds.</p>" + html_table(*comparison_cells(rows))
+        )
     body += f'<div class="plots">{plots.of_runs(runs)}</div>'
     for run in runs:
         is_open = " open" if len(runs) == 1 else ""
-        body += (f"<details{is_open}><summary>{escaped_html(one_line(run.name))}</summary>"
-                 f"{run_section(run, row_tests)}</details>")
-    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f'<link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style></head>'
-            f"<body>{body}</body></html>\n")
+        body += (
+            f"<details{is_open}><summary>{escaped_html(one_line(run.name))}</summary>"
+            f"{run_section(run, row_tests)}</details>"
+        )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style></head>'
+        f"<body>{body}</body></html>\n"
+    )
 
 
 def write_report(runs, out, row_tests=None):
     """Write the page to `out`; returns one line with its path. row_tests: see `join_row_tests`."""
     check_output(out, *(run.folder for run in runs), *filter(None, [row_tests]))
     check_same_data(runs)
-    text = plain(page_of(runs, row_tests))
-    utils.write_atomic(out, text)
-    return f"report: {out} ({len(text.encode()) / 2**20:.1f} MiB)"
+    utils.write_atomic(out, plain(page_of(runs, row_tests)))
+    return f"report: {out}"

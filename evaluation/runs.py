@@ -32,6 +32,7 @@ SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")  # arguments that
 
 # --- one reader a file kind -----------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def reading(path):
     """Turns what a library says of a damaged file into a `UserError` with the file's name."""
@@ -58,12 +59,11 @@ def read_json(path):
 def read_config(folder):
     """`config.json`: {"args", "environment", "data", "model"}; data holds a hash of each set."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{folder}: no config.json; not a run folder of train_offline.py or "
-                        "train_online.py")
-    config = read_json(path)
-    if not isinstance(config.get("args"), dict):
-        raise UserError(f"{path}: not a run's configuration")
+    config = read_json(path) if path.is_file() else {}
+    if "args" not in config:
+        raise UserError(
+            f"{path}: not the configuration of a run of train_offline.py or train_online.py"
+        )
     return config
 
 
@@ -88,8 +88,10 @@ def read_result(folder):
     """`result.json`: the final metrics of a run folder."""
     path = Path(folder) / "result.json"
     if not path.is_file():
-        raise UserError(f"{folder}: no result.json; not a run folder, or the run has not finished "
-                        "(continue it with --resume)")
+        raise UserError(
+            f"{folder}: no result.json; not a run folder, or the run has not finished "
+            "(continue it with --resume)"
+        )
     return read_json(path)
 
 
@@ -100,8 +102,10 @@ def check_count(path, count):
     if is_own and path.with_name("config.json").exists():
         expected = read_result(path.parent).get("rows")
         if count != expected:
-            raise UserError(f"{path}: holds {count} rows, the run's result.json says {expected}: "
-                            "the file was cut or belongs to another run")
+            raise UserError(
+                f"{path}: holds {count} rows, the run's result.json says {expected}: "
+                "the file was cut or belongs to another run"
+            )
 
 
 def read_ranking(path):
@@ -134,6 +138,7 @@ def each_curated(path):
 
 
 # --- a run ----------------------------------------------------------------------------------------
+
 
 class Run:
     """A run folder as its files. Each is read when it is asked for; missing ones are None."""
@@ -183,17 +188,22 @@ class Run:
         omegas = {}
         for path in (self.folder / "weights").glob("epoch_*.safetensors"):
             with reading(path):
-                omegas[int(path.stem.removeprefix("epoch_"))] = load_file(path)["omega"].double()
+                omegas[int(path.stem.removeprefix("epoch_"))] = load_file(path)[
+                    "omega"
+                ].double()
         counts = {len(omega) for omega in omegas.values()}
         if counts and self.result is not None:
             counts.add(self.result.get("rows"))
         if len(counts) > 1:
-            raise UserError(f"{self.folder / 'weights'}: the epochs and result.json have different "
-                            "numbers of rows; they are not of one run")
+            raise UserError(
+                f"{self.folder / 'weights'}: the epochs and result.json have different "
+                "numbers of rows; they are not of one run"
+            )
         return dict(sorted(omegas.items()))
 
 
 # --- where to write -------------------------------------------------------------------------------
+
 
 def ranking_of(source):
     """The path of a ranking: a file, or the weights.jsonl of a run folder."""

@@ -32,7 +32,7 @@ def printable(text, limit=None):
     """`text` as a terminal may show it, lines and tabs kept, cut to `limit` characters."""
     text = plain(text)
     if limit is not None and len(text) > limit:
-        text = text[:limit - 1] + "…"
+        text = text[: limit - 1] + "…"
     return DIRECTIONS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -46,7 +46,7 @@ def formatted(value):
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+        return f"{value:.4f}"
     return str(value)
 
 

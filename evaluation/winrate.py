@@ -38,6 +38,7 @@ from utils import UserError
 
 # --- files ----------------------------------------------------------------------------------------
 
+
 def read_list(path, needed):
     """Rows of a json list or a jsonl file, each of which has the `needed` keys."""
     with reading(path):
@@ -50,7 +51,9 @@ def read_list(path, needed):
         raise UserError(f"{path}: holds no rows")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or not row.keys() >= set(needed):
-            raise UserError(f"{path} row {number}: must be an object with {', '.join(needed)}")
+            raise UserError(
+                f"{path} row {number}: must be an object with {', '.join(needed)}"
+            )
     return rows
 
 
@@ -72,6 +75,7 @@ def write_list(path, rows):
 
 
 # --- responses ------------------------------------------------------------------------------------
+
 
 def respond(model, tokenizer, prompts, max_new_tokens, template):
     """Texts answered greedily to `prompts`, each prompt rendered exactly as in training.
@@ -118,6 +122,7 @@ def generate_outputs(args):
 
 # --- figures --------------------------------------------------------------------------------------
 
+
 def win_rate(preferences):
     """AlpacaEval's figures from preferences in [1, 2] (None is missing, 0 an old-style tie).
 
@@ -133,12 +138,9 @@ def win_rate(preferences):
     n = len(known)
     wins = sum(preference > 1.5 for preference in known)
     draws = known.count(1.5)
-    error = None
-    if n > 1:
-        error = 100 * statistics.stdev(known) / math.sqrt(n)
     return {
         "win_rate": 100 * (statistics.fmean(known) - 1),
-        "standard_error": error,
+        "standard_error": None if n == 1 else 100 * statistics.stdev(known) / math.sqrt(n),
         "discrete_win_rate": 100 * (wins + draws / 2) / n,
         "n_wins": wins,
         "n_draws": draws,
@@ -157,12 +159,25 @@ def rate(args):
         preferences.setdefault(name, []).append(row["preference"])
     results = {name: win_rate(values) for name, values in preferences.items()}
     rows = [[name, *figures.values()] for name, figures in results.items()]
-    show_table(["model", "win rate", "std. error", "discrete", "wins", "draws", "losses", "n",
-                "missing"], rows)
+    show_table(
+        [
+            "model",
+            "win rate",
+            "std. error",
+            "discrete",
+            "wins",
+            "draws",
+            "losses",
+            "n",
+            "missing",
+        ],
+        rows,
+    )
     print("RESULT " + json.dumps(results))
 
 
 # --- judging --------------------------------------------------------------------------------------
+
 
 def pairs_of(outputs, reference):
     """Annotations without preference, of instructions that both have, in the outputs' order.
@@ -176,19 +191,21 @@ def pairs_of(outputs, reference):
     for row in outputs:
         if waiting.get(row["instruction"]):
             base = waiting[row["instruction"]].pop(0)
-            pairs.append({
-                "instruction": row["instruction"],
-                "output_1": base["output"],
-                "generator_1": base.get("generator") or "reference",
-                "output_2": row["output"],
-                "generator_2": row.get("generator") or "model",
-                "preference": None,
-            })
+            pairs.append(
+                {
+                    "instruction": row["instruction"],
+                    "output_1": base["output"],
+                    "generator_1": base.get("generator") or "reference",
+                    "output_2": row["output"],
+                    "generator_2": row.get("generator") or "model",
+                    "preference": None,
+                }
+            )
     if not pairs:
         raise UserError("the outputs and the reference have no instruction in common")
-    if len(pairs) < max(len(outputs), len(reference)):
-        print(f"warning: only {len(pairs)} of {len(outputs)} outputs and {len(reference)} answers "
-              "of the reference have a partner and are judged")
+    print(
+        f"{len(pairs)} pairs of {len(outputs)} outputs and {len(reference)} of the reference"
+    )
     return pairs
 
 
@@ -200,8 +217,10 @@ def judge_outputs(args):
     cache = judge.Cache(f"{args.out}.cache.jsonl")
     questions = judge.open_questions(pairs, args.judge, cache)
     characters = sum(map(len, questions.values()))
-    print(f"{len(pairs)} pairs, both orders: {len(questions)} verdicts to ask, {characters} "
-          "characters", flush=True)
+    print(
+        f"both orders: {len(questions)} verdicts to ask, {characters} characters",
+        flush=True,
+    )
     if args.estimate:
         return
     problems = judge.ask_all(questions, judge.Endpoint(args.judge, args.url), cache)
@@ -219,10 +238,13 @@ def judge_outputs(args):
 
 # --- the command line -----------------------------------------------------------------------------
 
+
 def add_commands(parser):
     """generate, judge and rate as subcommands of `parser`."""
     commands = parser.add_subparsers(dest="winrate_command", required=True)
-    command = commands.add_parser("generate", help="answers of a run or model, AlpacaEval's format")
+    command = commands.add_parser(
+        "generate", help="answers of a run or model, AlpacaEval's format"
+    )
     add = command.add_argument
     add("model", metavar="RUN|MODEL")
     add("--prompts", required=True, help="json or jsonl with instruction (or prompt)")
@@ -231,12 +253,18 @@ def add_commands(parser):
     add("--max-new-tokens", type=int, default=512)
     command.set_defaults(call=generate_outputs)
 
-    command = commands.add_parser("judge", help="judge outputs against a reference, both orders")
+    command = commands.add_parser(
+        "judge", help="judge outputs against a reference, both orders"
+    )
     add = command.add_argument
     add("outputs")
     add("--reference", required=True, help="outputs of the model to compare with")
     add("--out", required=True, help="annotations file")
-    add("--judge", required=True, help="the judge's name at the endpoint (key: OPENAI_API_KEY)")
+    add(
+        "--judge",
+        required=True,
+        help="the judge's name at the endpoint (key: OPENAI_API_KEY)",
+    )
     add("--url", help="an OpenAI-compatible address, up to /v1 (default: OpenAI's)")
     add("--estimate", action="store_true", help="print how much would be asked, and stop")
     command.set_defaults(call=judge_outputs)

@@ -10,10 +10,12 @@ from safetensors.torch import save_file
 
 import eval as front
 
-HOSTILE = ("</div></article><script>alert(1)</script><img src=x onerror=alert(2)>"
-           "<svg onload=alert(3)><a href='javascript:x'>&lt;b&gt; \" ' ]]> --> </style> "
-           "$\\frac{1}{2}$ مرحبا \u202e reversed \u2066 \U0001f469\u200d\U0001f4bb \x00\x1b[31m "
-           "e\u0301\u0323") * 2
+HOSTILE = (
+    "</div></article><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "<svg onload=alert(3)><a href='javascript:x'>&lt;b&gt; \" ' ]]> --> </style> "
+    "$\\frac{1}{2}$ مرحبا \u202e reversed \u2066 \U0001f469\u200d\U0001f4bb \x00\x1b[31m "
+    "e\u0301\u0323"
+) * 2
 ARGUMENTS = {
     "method": "bds",
     "seed": 0,
@@ -41,12 +43,19 @@ def fabricate(folder, rows=40, epochs=2, finished=True, losses=(0.5, 0.3), **arg
     omega, lines = torch.zeros(rows), []
     for step in range(3 * epochs):
         epoch = step // 3
-        line = {"step": step, "epoch": epoch, "upper_loss": 1 / (1 + step), "lower_loss": 1.0}
+        line = {
+            "step": step,
+            "epoch": epoch,
+            "upper_loss": 1 / (1 + step),
+            "lower_loss": 1.0,
+        }
         if args["method"] == "online":
             line |= {"ratio_mean": 1.0, "ratio_max": 1.5, "answer_length": 4.0}
         if step % 3 == 2:
             omega = omega + torch.randn(rows, generator=generator)
-            save_file({"omega": omega}, folder / "weights" / f"epoch_{epoch + 1}.safetensors")
+            save_file(
+                {"omega": omega}, folder / "weights" / f"epoch_{epoch + 1}.safetensors"
+            )
             line |= {"upper_heldout": losses[epoch > 0], "omega/ess_share": 1.0}
         lines.append(line)
     write_rows(folder / "metrics.jsonl", lines)
@@ -59,16 +68,18 @@ def finish(folder, omega, args, loss):
     """The files that a run writes at its end: every third rank is a bad row."""
     entries = []
     for rank, row in enumerate(omega.argsort(descending=True).tolist(), 1):
-        entries.append({
-            "row_id": row,
-            "hash": f"{row:016x}",
-            "rank": rank,
-            "kept": rank <= 0.8 * len(omega),
-            "weight": 1.0,
-            "final_loss": row / 10,
-            "length": row % 7 + 1,
-            "bad": rank % 3 == 0,
-        })
+        entries.append(
+            {
+                "row_id": row,
+                "hash": f"{row:016x}",
+                "rank": rank,
+                "kept": rank <= 0.8 * len(omega),
+                "weight": 1.0,
+                "final_loss": row / 10,
+                "length": row % 7 + 1,
+                "bad": rank % 3 == 0,
+            }
+        )
     write_rows(folder / "weights.jsonl", entries)
     result = {
         "method": args["method"],
@@ -91,22 +102,31 @@ def change_json(file, **values):
 
 def add_texts(folder, text, entries):
     """shown.jsonl and curated.jsonl of a run, every text the same; every other row rewritten."""
-    write_rows(folder / "shown.jsonl", [{
-        "row_id": entry["row_id"],
-        "hash": entry["hash"],
-        "prompt": text,
-        "response": text,
-    } for entry in entries])
+    write_rows(
+        folder / "shown.jsonl",
+        [
+            {
+                "row_id": entry["row_id"],
+                "hash": entry["hash"],
+                "prompt": text,
+                "response": text,
+            }
+            for entry in entries
+        ],
+    )
     curated = []
     for number, entry in enumerate(entries):
         rewritten = number % 2 == 1
-        curated.append(entry | {
-            "prompt": text,
-            "response": text,
-            "refined": f"new {text}" if rewritten else None,
-            "recommended": "refined" if rewritten else "original",
-            "margin": float(number),
-        })
+        curated.append(
+            entry
+            | {
+                "prompt": text,
+                "response": text,
+                "refined": f"new {text}" if rewritten else None,
+                "recommended": "refined" if rewritten else "original",
+                "margin": float(number),
+            }
+        )
     write_rows(folder / "curated.jsonl", curated)
 
 

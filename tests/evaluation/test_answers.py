@@ -13,8 +13,19 @@ def test_answers_of_runs_and_their_base(files, train, online, tmp_path, capfd, r
     second = online(paths, out="online", epochs=1)
     (tmp_path / "p.json").write_text(json.dumps([{"instruction": "green"}]))
     capfd.readouterr()
-    front.main(["answers", str(first.out), str(second.out), "--prompt", "red\x1b[2J",
-                "--prompts", str(tmp_path / "p.json"), "--max-new-tokens", "5"])
+    front.main(
+        [
+            "answers",
+            str(first.out),
+            str(second.out),
+            "--prompt",
+            "red\x1b[2J",
+            "--prompts",
+            str(tmp_path / "p.json"),
+            "--max-new-tokens",
+            "5",
+        ]
+    )
     text = capfd.readouterr().out
     assert "\x1b" not in text
     titles = [line for line in text.splitlines() if line.startswith(("=== ", "--- "))]
@@ -38,7 +49,14 @@ def test_every_base_and_every_run_has_its_own_column(files, train, folders, tmp_
     namesake = shutil.copytree(runs[0], tmp_path / "other" / "llama-0")
     answers = answers_of([*runs, str(namesake), str(folders["neox"])], ["red blue"], 6)
     llama, neox = f"base {folders['llama']}", f"base {folders['neox']}"
-    assert list(answers) == [llama, "llama-0", neox, "neox-0", "llama-1", str(namesake),
-                             str(folders["neox"])]
+    assert list(answers) == [
+        llama,
+        "llama-0",
+        neox,
+        "neox-0",
+        "llama-1",
+        str(namesake),
+        str(folders["neox"]),
+    ]
     assert answers["llama-0"] == answers[str(namesake)] != answers[llama]
     assert answers[neox] == answers[str(folders["neox"])] != answers[llama]

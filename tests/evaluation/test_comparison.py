@@ -15,8 +15,18 @@ def compared(*folders):
     return comparison_rows([Run(folder) for folder in folders])
 
 
-@pytest.mark.parametrize(("freedom", "value"), [
-    (1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (7, 2.3646), (9, 2.2622), (29, 2.0452)])
+@pytest.mark.parametrize(
+    ("freedom", "value"),
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (5, 2.5706),
+        (7, 2.3646),
+        (9, 2.2622),
+        (29, 2.0452),
+    ],
+)
 def test_student_t_quantiles(freedom, value):
     assert student_t(freedom) == pytest.approx(value, abs=1e-3)
 
@@ -34,9 +44,16 @@ def test_eq_seeds_by_hand(tmp_path, capfd):
     std = math.sqrt((0.04 + 0.01 + 0.09) / 2)
     half = 4.3027 * std / math.sqrt(3)
     assert first["upper_heldout"] == pytest.approx(
-        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half, "n": 3})
+        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half, "n": 3}
+    )
     assert first["upper_heldout_per_token"]["mean"] == pytest.approx(0.31)
-    assert second["upper_heldout"] == {"mean": 0.4, "std": None, "low": None, "high": None, "n": 1}
+    assert second["upper_heldout"] == {
+        "mean": 0.4,
+        "std": None,
+        "low": None,
+        "high": None,
+        "n": 1,
+    }
     text = capfd.readouterr().out
     assert "0.3000 ± 0.2646" in text
     assert f"[{0.3 - half:.4f}, {0.3 + half:.4f}]" in text
@@ -46,7 +63,9 @@ def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
     runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed) for seed in range(3)]
     change_json(runs[2] / "result.json", **{"weight/auroc": None})
     front.main(["compare", *map(str, runs)])
-    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("bds"))
+    line = next(
+        line for line in capfd.readouterr().out.splitlines() if line.startswith("bds")
+    )
     assert line.split()[1] == "3"
     assert "0.9000 ± 0.0000 (of 2)" in line
 
@@ -65,21 +84,29 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
     runs = []
     for seed in (3, 4):
         files = {name: f"made/{seed}/{name}.jsonl" for name in ("lower", "upper_heldout")}
-        run = fabricate(tmp_path / f"seed-{seed}", seed=seed, mask=f"r{seed}/kept.jsonl", **files)
-        change_json(run / "config.json", data={"lower": str(seed), "upper_heldout": f"x{seed}"})
+        run = fabricate(
+            tmp_path / f"seed-{seed}", seed=seed, mask=f"r{seed}/kept.jsonl", **files
+        )
+        change_json(
+            run / "config.json", data={"lower": str(seed), "upper_heldout": f"x{seed}"}
+        )
         runs.append(run)
     assert [row["n"] for row in compared(*runs)] == [2]
 
 
-@pytest.mark.parametrize(("data", "args"), [
-    ({"upper_heldout": "x"}, {}),                                       # edited in place
-    ({"lower": "x"}, {}),
-    ({"upper_heldout": "x"}, {"seed": 1}),                              # a file is not drawn
-    ({"lower": "x"}, {"seed": 1}),
-    ({"upper_heldout": "x"}, {"keep": "k"}),
-    ({"upper_heldout": "x"}, {"seed": 1, "upper_heldout": None, "upper": "another"}),
-    ({"lower": "x"}, {"keep": "k", "lower": "another"}),
-    ({"lower": "x"}, {"keep": "k", "model": "another"})])
+@pytest.mark.parametrize(
+    ("data", "args"),
+    [
+        ({"upper_heldout": "x"}, {}),  # edited in place
+        ({"lower": "x"}, {}),
+        ({"upper_heldout": "x"}, {"seed": 1}),  # a file is not drawn
+        ({"lower": "x"}, {"seed": 1}),
+        ({"upper_heldout": "x"}, {"keep": "k"}),
+        ({"upper_heldout": "x"}, {"seed": 1, "upper_heldout": None, "upper": "another"}),
+        ({"lower": "x"}, {"keep": "k", "lower": "another"}),
+        ({"lower": "x"}, {"keep": "k", "model": "another"}),
+    ],
+)
 def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
     first, other = fabricate(tmp_path / "first"), fabricate(tmp_path / "other", **args)
     change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
@@ -89,11 +116,15 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
         assert next(iter(data)) in line
 
 
-@pytest.mark.parametrize(("data", "args"), [
-    ({"lower": "x"}, {"keep": "k"}),                                    # a part of the same rows
-    ({"lower": "x"}, {"lower_limit": 40, "seed": 1}),                   # what the seed draws
-    ({"upper_heldout": "x"}, {"upper_heldout": None, "seed": 1}),
-    ({"lower_heldout": "x"}, {"lower_heldout": "clean.jsonl"})])        # the other has none
+@pytest.mark.parametrize(
+    ("data", "args"),
+    [
+        ({"lower": "x"}, {"keep": "k"}),  # a part of the same rows
+        ({"lower": "x"}, {"lower_limit": 40, "seed": 1}),  # what the seed draws
+        ({"upper_heldout": "x"}, {"upper_heldout": None, "seed": 1}),
+        ({"lower_heldout": "x"}, {"lower_heldout": "clean.jsonl"}),
+    ],
+)  # the other has none
 def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
     common = {"lower_limit": args.get("lower_limit")}
     common["upper_heldout"] = args.get("upper_heldout", "held.jsonl")
@@ -110,15 +141,6 @@ def test_which_auroc_is_compared(tmp_path):
     first, second = compared(online, kept)
     assert first["weight/auroc"]["mean"] == 0.6
     assert "weight/auroc" not in second
-
-
-def test_figures_of_losses_are_compared(tmp_path):
-    run = fabricate(tmp_path / "run")
-    figures = {"lower_refined": 0.25, "lower_refined_per_token": 0.75, "base/lower_refined": 9.0}
-    (run / "losses.json").write_text(json.dumps(figures))
-    row, = compared(run)
-    assert row["lower_refined"]["mean"] == 0.25
-    assert row["lower_refined_per_token"]["mean"] == 0.75
 
 
 def test_names_cannot_steer_a_terminal_or_pad_a_table(tmp_path, capfd):

@@ -7,7 +7,6 @@ import datasets
 import pytest
 import torch
 from conftest import listing, make_rows, make_tokenizer, read_rows, write_rows
-from fabricated import add_texts, fabricate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
@@ -46,19 +45,23 @@ def talks(count=12):
 @pytest.fixture
 def curated(online, files, tmp_path):
     """curated(...): an online run on `talks` that keeps every row."""
+
     def call(**options):
         paths = files(lower=1, upper=6)
         paths["lower"] = write_rows(tmp_path / "talks.jsonl", talks())
         return online(paths, batch=6, epochs=1, keep_fraction=1.0, **options)
+
     return call
 
 
 @pytest.fixture
 def bent(monkeypatch):
     """bent(*choices): the rule recommends these in turn, so that every kind of row occurs."""
+
     def bend(*choices):
         cycle = itertools.cycle(choices)
         monkeypatch.setattr(curate, "recommend", lambda *_: next(cycle))
+
     return bend
 
 
@@ -78,30 +81,17 @@ def as_trainer(file, tmp_path):
     )
 
 
-def test_messages_go_from_the_source_to_every_file(curated):
-    run, source = curated(), talks()
-    entries = {}
-    for entry in run.curated:
-        whole = source[entry["row_id"]]["messages"]
-        whole = whole[whole[0]["role"] == "assistant":]  # the greeting is never read
-        assert layouts.conversation(entry) == whole
-        assert entry.get("messages") == (whole if len(whole) > 2 else None)
-        entries[entry["row_id"]] = entry
-    assert {"messages" in entry for entry in run.curated} == {True, False}
-    for line in read_rows(run.out / "shown.jsonl"):
-        entry = entries[line["row_id"]]
-        assert line.items() <= entry.items()
-        assert ("messages" in line) == ("messages" in entry)
-
-
 @pytest.mark.parametrize("layout", TURNS)
 @pytest.mark.parametrize("model", ["llama", "neox"])
 def test_unchanged_answers_have_the_tokens_of_the_original_rows(
-        curated, tmp_path, folders, layout, model):
+    curated, tmp_path, folders, layout, model
+):
     """Read with `datasets`, as a trainer does, and by our own reader: token by token."""
     run = curated(model=model)
     tokenizer = AutoTokenizer.from_pretrained(folders[model])
-    before, _ = tokens.load_rows(tmp_path / "talks.jsonl", tokenizer, cache_dir=tmp_path / "c")
+    before, _ = tokens.load_rows(
+        tmp_path / "talks.jsonl", tokenizer, cache_dir=tmp_path / "c"
+    )
     assert {entry["recommended"] for entry in run.curated} <= {"original", "undecided"}
     places = {row_id: place for place, row_id in enumerate(before["row_id"])}
     expected = before.select([places[entry["row_id"]] for entry in run.curated])
@@ -131,31 +121,46 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("layout", FORMATS)
-def test_formats_by_hand(tmp_path, layout):
+def test_formats_by_hand(tmp_path, capfd, layout):
     """A kept row, a rewritten conversation that is not kept, and two rows that are left out."""
     entries = [
-        {"kept": True, "recommended": "original", "prompt": "p", "response": "r", "refined": "x"},
-        {"kept": False, "recommended": "refined", "prompt": "transcript", "response": "4",
-         "refined": "5", "messages": [*TALK, assistant("4")]},
-        {"kept": False, "recommended": "undecided", "prompt": "q", "response": "r", "refined": "x"},
-        {"kept": False, "recommended": "original", "prompt": "q", "response": "r", "refined": None},
+        {
+            "kept": True,
+            "recommended": "original",
+            "prompt": "p",
+            "response": "r",
+            "refined": "x",
+        },
+        {
+            "kept": False,
+            "recommended": "refined",
+            "prompt": "transcript",
+            "response": "4",
+            "refined": "5",
+            "messages": [*TALK, assistant("4")],
+        },
+        {
+            "kept": False,
+            "recommended": "undecided",
+            "prompt": "q",
+            "response": "r",
+            "refined": "x",
+        },
+        {
+            "kept": False,
+            "recommended": "original",
+            "prompt": "q",
+            "response": "r",
+            "refined": None,
+        },
     ]
-    line = export(write_rows(tmp_path / "set.jsonl", entries), layout)
+    source = write_rows(tmp_path / "set.jsonl", entries)
+    front.main(["export", source, "--format", layout])
+    line = capfd.readouterr().out
     file = tmp_path / f"set.{layout}.jsonl"
     assert read_rows(file) == BY_HAND[layout]
     assert line.startswith(f"{len(BY_HAND[layout])} rows: {file}")
     assert ("1 rows are conversations" in line) == (layout == "alpaca")
-
-
-def test_alpaca_keeps_the_tokens_of_one_turn(curated, tmp_path, folders):
-    run = curated()
-    tokenizer = AutoTokenizer.from_pretrained(folders["llama"])
-    before, _ = tokens.load_rows(tmp_path / "talks.jsonl", tokenizer, cache_dir=tmp_path / "c")
-    after, _ = tokens.load_rows(exported(run, "alpaca"), tokenizer, cache_dir=tmp_path / "c")
-    ids = dict(zip(before["row_id"], before["input_ids"], strict=True))
-    for row, entry in zip(after["input_ids"], run.curated, strict=True):
-        same = list(row) == list(ids[entry["row_id"]])
-        assert same == ("messages" not in entry)
 
 
 def text_of(row, layout):
@@ -171,8 +176,16 @@ def text_of(row, layout):
 def test_our_reader_reads_what_a_run_exports(online, files, tmp_path, bent, layout):
     """Kept or rewritten rows in rank order with the recommended response."""
     bent("refined", "original")
-    run = online(files(lower=14, upper=6), batch=7, epochs=2, omega_lr=30, keep_fraction=0.7,
-                 ratio_masked=0.5, lr=1e-2, max_new_tokens=12)
+    run = online(
+        files(lower=14, upper=6),
+        batch=7,
+        epochs=2,
+        omega_lr=30,
+        keep_fraction=0.7,
+        ratio_masked=0.5,
+        lr=1e-2,
+        max_new_tokens=12,
+    )
     expected = []
     for entry in run.curated:
         if entry["recommended"] == "refined":
@@ -193,8 +206,16 @@ def test_pairs_train_dpo(train, online, files, tmp_path, bent):
     bent("refined", "original", "undecided")
     paths = files(upper=6)
     paths["lower"] = write_rows(tmp_path / "talks.jsonl", talks(24))
-    run = online(paths, batch=8, epochs=2, omega_lr=30, keep_fraction=0.7, ratio_masked=0.8,
-                 lr=1e-2, max_new_tokens=12)
+    run = online(
+        paths,
+        batch=8,
+        epochs=2,
+        omega_lr=30,
+        keep_fraction=0.7,
+        ratio_masked=0.8,
+        lr=1e-2,
+        max_new_tokens=12,
+    )
     rewritten = [entry for entry in run.curated if entry["recommended"] == "refined"]
     file = exported(run, "pairs")
     pairs = read_rows(file)
@@ -208,7 +229,10 @@ def test_pairs_train_dpo(train, online, files, tmp_path, bent):
         loaded, _ = tokens.load_rows(file, make_tokenizer(), **options)
         assert set(loaded["response"]) <= {pair[side][0]["content"] for pair in pairs}
         assert len(loaded) > 3
-    rows = {"lower": write_rows(tmp_path / "new.jsonl", make_rows(8, seed=9)), "upper": str(file)}
+    rows = {
+        "lower": write_rows(tmp_path / "new.jsonl", make_rows(8, seed=9)),
+        "upper": str(file),
+    }
     dpo = train(rows, out="dpo", upper_loss="dpo", batch=4, epochs=1)
     assert math.isfinite(dpo.result["upper_heldout"])
 
@@ -225,22 +249,8 @@ def test_what_holds_no_row_leaves_no_file(tmp_path, refused):
     assert listing(tmp_path) == ["set.jsonl"]
 
 
-@pytest.mark.parametrize("layout", FORMATS)
-def test_a_run_and_its_file_are_exported_alike(tmp_path, capfd, layout):
-    run = fabricate(tmp_path / "run", method="online")
-    add_texts(run, "x", read_rows(run / "weights.jsonl"))
-    front.main(["export", str(run), "--format", layout])
-    count = 20 if layout == "pairs" else 36  # 32 kept, every other row rewritten
-    file = run / f"curated.{layout}.jsonl"
-    assert len(read_rows(file)) == count
-    assert capfd.readouterr().out == f"{count} rows: {file}\n"
-    out = tmp_path / "new" / "set.jsonl"
-    words = ["export", str(run / "curated.jsonl"), "--format", layout, "--out", str(out)]
-    front.main(words)
-    assert out.read_bytes() == file.read_bytes()
-
-
 # --- TRL ------------------------------------------------------------------------------------------
+
 
 def trl_trainer(file, tmp_path, folder, **options):
     """TRL's SFTTrainer on the file as it is."""
@@ -283,8 +293,15 @@ def test_trl_sees_the_turns_that_were_trained_on(curated, tmp_path, folders, lay
 def test_trl_trains_on_an_export(online, files, tmp_path, layout, folders):
     """Three steps: finite losses, weights that move."""
     run = online(files(lower=12, upper=6), batch=6, epochs=1, keep_fraction=1.0)
-    trainer = trl_trainer(exported(run, layout), tmp_path, folders["neox"], max_steps=3,
-                          logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-3)
+    trainer = trl_trainer(
+        exported(run, layout),
+        tmp_path,
+        folders["neox"],
+        max_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+    )
     assert len(trainer.train_dataset) == 12
     weight = trainer.model.get_input_embeddings().weight
     before = weight.detach().clone()

@@ -35,7 +35,9 @@ def test_keep_counts_the_ranks_of_a_file_anew(tmp_path):
     """A person may have cut a ranking: its ranks then skip some."""
     path = tmp_path / "ranking.jsonl"
     ranks = (12, 2, 3, 9, 10, 11, 1, 13)
-    write_rows(path, [{"row_id": n, "hash": "h", "rank": rank} for n, rank in enumerate(ranks)])
+    write_rows(
+        path, [{"row_id": n, "hash": "h", "rank": rank} for n, rank in enumerate(ranks)]
+    )
     keep(path, 0.85)
     kept = read_rows(tmp_path / "ranking.kept.jsonl")
     assert [row["row_id"] for row in kept] == [6, 1, 2, 3, 4, 5, 0, 7]
@@ -62,7 +64,9 @@ def test_training_keeps_what_keep_kept(files, train, tmp_path):
     again = train(paths, out="kept", method="sft", keep=out, epochs=1)
     best = {row["row_id"] for row in run.weights if row["rank"] <= 6}
     assert {row["row_id"] for row in again.weights} == best
-    write_rows(paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9))  # it has grown
+    write_rows(
+        paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9)
+    )  # it has grown
     grown = train(paths, out="grown", method="sft", keep=out, epochs=1)
     assert {row["row_id"] for row in grown.weights} == best
 
@@ -72,8 +76,10 @@ def test_eq_ranking_over_epochs_by_hand(tmp_path):
     run = fabricate(tmp_path / "run", rows=20)
     for epoch, top, bottom in ((1, (3, 5), (0, 19)), (2, (3, 6), (19, 18))):
         omega = torch.zeros(20)
-        omega[list(top)] = torch.tensor([2.0, 1.0])
-        omega[list(bottom)] = torch.tensor([-1.0, -2.0])
+        omega[top[0]] = 2.0
+        omega[top[1]] = 1.0
+        omega[bottom[0]] = -1.0
+        omega[bottom[1]] = -2.0
         save_file({"omega": omega}, run / "weights" / f"epoch_{epoch}.safetensors")
     first, second = ranking_over_epochs(Run(run))
     assert (first["epoch"], first["group"], first["rows"]) == (1, "all", 2)
@@ -83,7 +89,11 @@ def test_eq_ranking_over_epochs_by_hand(tmp_path):
     assert first["top_last"] == 0.5
     assert second["top_length"] == (4 + 7) / 2
     assert second["bottom_length"] == (6 + 5) / 2
-    assert (second["top_previous"], second["bottom_previous"], second["top_last"]) == (0.5, 0.5, 1)
+    assert (second["top_previous"], second["bottom_previous"], second["top_last"]) == (
+        0.5,
+        0.5,
+        1,
+    )
 
 
 def test_masked_rows_are_ranked_apart(tmp_path):
@@ -96,8 +106,10 @@ def test_masked_rows_are_ranked_apart(tmp_path):
         entry["bad"] = entry["row_id"] % 2 == 0
     write_rows(run / "weights.jsonl", entries)
     lines = ranking_over_epochs(Run(run))
-    assert [(line["group"], line["rows"], line["top_length"], line["bottom_length"])
-            for line in lines] == [("unmasked", 3, 1, 1)] * 2 + [("masked", 1, 100, 100)] * 2
+    assert [
+        (line["group"], line["rows"], line["top_length"], line["bottom_length"])
+        for line in lines
+    ] == [("unmasked", 3, 1, 1)] * 2 + [("masked", 1, 100, 100)] * 2
     omega = Run(run).omegas[2]
     for line, members in ((lines[1], range(10, 40)), (lines[3], range(10))):
         bad = [row % 2 == 0 for row in members]

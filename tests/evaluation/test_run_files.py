@@ -9,7 +9,7 @@ from fabricated import add_texts, change_json, fabricate
 from safetensors.torch import save_file
 
 import eval as front
-from evaluation.runs import Run, check_output, read_result
+from evaluation.runs import Run, read_result
 from utils import UserError
 
 COMMANDS = {
@@ -35,9 +35,14 @@ DAMAGES = {
     "a list": lambda _: b"[1, 2]\n",
     "deep": lambda _: b"[" * 100_000 + b"\n",
     "no keys": lambda _: b"{}\n",
-    "cut": lambda whole: whole[:len(whole) // 2 - 3] + b"\n",
+    "cut": lambda whole: whole[: len(whole) // 2 - 3] + b"\n",
 }
-SOUND = ("base.json", "losses.json", "result.json", "metrics.jsonl")  # figures may be missing
+SOUND = (
+    "base.json",
+    "losses.json",
+    "result.json",
+    "metrics.jsonl",
+)  # figures may be missing
 
 
 @pytest.fixture
@@ -72,7 +77,9 @@ def test_damaged_files_are_one_line(run_folder, refused, name, damage):
 @pytest.mark.parametrize("change", ["cut", "grown"])
 def test_a_cut_ranking_goes_through_no_command(run_folder, refused, name, change):
     rows = read_rows(run_folder / name)
-    write_rows(run_folder / name, rows[:5] if change == "cut" else [*rows, {**rows[0], "rank": 9}])
+    write_rows(
+        run_folder / name, rows[:5] if change == "cut" else [*rows, {**rows[0], "rank": 9}]
+    )
     for command in FILES[name]:
         line = refused(lambda c=command: call(c, run_folder))
         assert f"{name}: holds {5 if change == 'cut' else 13} rows" in line
@@ -103,13 +110,15 @@ def test_what_is_no_finished_run(tmp_path, refused):
     running = fabricate(tmp_path / "running", finished=False)
     for command in ("compare", "report"):
         line = refused(lambda c=command: front.main([c, str(tmp_path)]))
-        assert "no config.json; not a run folder" in line
+        assert "not the configuration of a run" in line
     assert "has not finished" in refused(lambda: front.main(["compare", str(running)]))
     for file in (running / "weights").iterdir():
         file.unlink()
     assert "no weights/epoch" in refused(lambda: front.main(["ranking", str(running)]))
     (running / "metrics.jsonl").unlink()
-    assert "has not taken a step yet" in refused(lambda: front.main(["report", str(running)]))
+    assert "has not taken a step yet" in refused(
+        lambda: front.main(["report", str(running)])
+    )
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
@@ -121,6 +130,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 
 # --- where to write -------------------------------------------------------------------------------
 
+
 def test_nothing_is_written_over_an_input(here, refused):
     run = fabricate(here / "run")
     rows = here / "noisy.jsonl"
@@ -129,9 +139,17 @@ def test_nothing_is_written_over_an_input(here, refused):
     change_json(run / "config.json", args=config["args"] | {"lower": str(rows)})
     add_texts(run, "x", read_rows(run / "weights.jsonl"))
     before = {name: (here / name).read_bytes() for name in listing(here)}
-    for command, flags in (("report", []), ("keep", ["--keep-fraction", "0.5"]),
-                           ("export", ["--format", "alpaca"])):
-        for path in ("run/metrics.jsonl", "run/../run/config.json", "run/base.json", "noisy.jsonl"):
+    for command, flags in (
+        ("report", []),
+        ("keep", ["--keep-fraction", "0.5"]),
+        ("export", ["--format", "alpaca"]),
+    ):
+        for path in (
+            "run/metrics.jsonl",
+            "run/../run/config.json",
+            "run/base.json",
+            "noisy.jsonl",
+        ):
             words = [command, str(run), *flags, "--out", path]
             assert "would overwrite" in refused(lambda w=words: front.main(w))
         words = [command, str(run), *flags, "--out", str(here)]
@@ -140,10 +158,3 @@ def test_nothing_is_written_over_an_input(here, refused):
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)
         call("export", run)
-
-
-def test_the_folder_of_an_output_is_made_before_the_work(tmp_path):
-    check_output(tmp_path / "new" / "deep" / "out.html", tmp_path)
-    assert (tmp_path / "new" / "deep").is_dir()
-    with pytest.raises(UserError, match="would overwrite"):
-        check_output(tmp_path / "x", tmp_path / "." / "x")

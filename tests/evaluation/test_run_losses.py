@@ -47,7 +47,9 @@ def test_losses_of_another_file(files, train, tmp_path, capfd):
     """One row of seven has no answer, which is said; the run's own figures stay."""
     run = train(files(), epochs=1)
     rows = [*make_rows(6, seed=77), {"prompt": "a?", "response": ""}]
-    front.main(["losses", str(run.out), "--rows", write_rows(tmp_path / "seven.jsonl", rows)])
+    front.main(
+        ["losses", str(run.out), "--rows", write_rows(tmp_path / "seven.jsonl", rows)]
+    )
     text = capfd.readouterr().out
     assert re.search(r"^rows +6 ", text, re.M)
     assert "seven.jsonl: 6 of 7 rows, dropped {'empty_response': 1}" in text
@@ -74,7 +76,7 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
         cache_dir=tmp_path / "hand",
     )
     assert loss == pytest.approx(row_losses(model, by_hand)[0].mean().item(), abs=1e-6)
-    row, = comparison_rows([Run(run.out)])
+    (row,) = comparison_rows([Run(run.out)])
     assert row["lower_refined"]["mean"] == loss
 
 
@@ -83,20 +85,16 @@ def test_rows_that_have_changed_are_refused(files, train, tmp_path, refused):
     paths = files(lower=20)
     run = train(paths, epochs=1, lr=0.01)
     front.main(["keep", str(run.out), "--keep-fraction", "0.5"])
-    kept = train(paths, out="kept", method="sft", keep=run.out / "kept.jsonl", epochs=1, lr=0.01)
-    write_rows(paths["lower"], [*read_rows(paths["lower"]), *make_rows(30, seed=9, longest=3)])
+    kept = train(
+        paths, out="kept", method="sft", keep=run.out / "kept.jsonl", epochs=1, lr=0.01
+    )
+    write_rows(
+        paths["lower"], [*read_rows(paths["lower"]), *make_rows(30, seed=9, longest=3)]
+    )
     for changed in (run, kept):
         line = refused(lambda r=changed: measure(r))
         assert "have changed since the run" in line
         assert not (changed.out / "losses.json").exists()
-
-
-def test_held_out_rows_that_have_changed_are_refused(files, train, tmp_path, refused):
-    heldout = tmp_path / "held.jsonl"
-    paths = files() | {"heldout": write_rows(heldout, make_rows(4, seed=5))}
-    run = train(paths, epochs=1)
-    write_rows(heldout, make_rows(4, seed=6))
-    assert "the rows of upper_heldout have changed" in refused(lambda: measure(run))
 
 
 def test_a_base_that_has_changed_is_refused(files, train, folders, tmp_path, refused):
@@ -119,24 +117,19 @@ def test_what_is_no_finished_run_is_refused(files, train, folders, tmp_path, ref
     assert "has not finished" in refused(lambda: measure(run))
 
 
-def test_losses_of_another_selection_do_not_stay(files, train):
-    """A finished run that is resumed with another --keep-fraction keeps other rows."""
-    paths = files(lower=20)
-    file = train(paths, epochs=1).out / "losses.json"
-    file.write_text('{"lower_refined": 0.5}')
-    train(paths, epochs=1, resume=True)
-    assert file.exists()
-    train(paths, epochs=1, resume=True, keep_fraction=0.3)
-    assert not file.exists()
-
-
 def test_eq_losses_of_a_run_that_began_with_an_adapter(
-        files, train, adapters, tmp_path, refused):
+    files, train, adapters, tmp_path, refused
+):
     """Before is with that adapter on, as the run itself measured it."""
     start = copy_tree(adapters["llama"], tmp_path / "start")
     run = train(files(lower_heldout=5), epochs=1, lr=0.01, adapter=start)
     figures = measure(run)
-    for key in ("base/upper_heldout", "base/lower_heldout", "upper_heldout", "lower_heldout"):
+    for key in (
+        "base/upper_heldout",
+        "base/lower_heldout",
+        "upper_heldout",
+        "lower_heldout",
+    ):
         assert figures[key] == pytest.approx(run.result[key], abs=1e-6)
     base = mean_of(run.weights, "base_loss")
     assert figures["base/lower_original"] == pytest.approx(base, abs=1e-6)

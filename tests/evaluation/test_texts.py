@@ -6,9 +6,15 @@ from evaluation.texts import formatted, html_table, one_line, plain, printable
 
 
 def test_a_terminal_gets_no_escape_sequence():
-    assert printable("red\x1b[2J\x9b\x07 blue\tgreen\n") == "red\ufffd[2J\ufffd\ufffd blue\tgreen\n"
+    assert (
+        printable("red\x1b[2J\x9b\x07 blue\tgreen\n")
+        == "red\ufffd[2J\ufffd\ufffd blue\tgreen\n"
+    )
     assert printable("a\u202eb\u2066c") == "a\ufffdb\ufffdc"
-    assert printable("ثلاثة é \U0001f469\u200d\U0001f4bb") == "ثلاثة é \U0001f469\u200d\U0001f4bb"
+    assert (
+        printable("ثلاثة é \U0001f469\u200d\U0001f4bb")
+        == "ثلاثة é \U0001f469\u200d\U0001f4bb"
+    )
     assert plain("a\r\nb\ud800") == "a\nb?"
 
 
@@ -20,7 +26,12 @@ def test_one_line_has_no_breaks_and_is_cut_visibly():
 
 def test_cells():
     assert [formatted(value) for value in (None, 0.12345, 1e5, 3, "x")] == [
-        "-", "0.1235", "1e+05", "3", "x"]
+        "-",
+        "0.1235",
+        "1e+05",
+        "3",
+        "x",
+    ]
     page = html_table(["a"], [[HOSTILE], ["z" * 50_000]])
     assert "<script" not in page
     assert "\x1b" not in page

@@ -28,6 +28,7 @@ def write(path, rows):
 
 # --- figures --------------------------------------------------------------------------------------
 
+
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs the published preferences")
 def test_published_win_rates_are_recomputed():
     """The leaderboard's win rates, standard errors and counts from its own preferences, to 1e-6."""
@@ -35,7 +36,9 @@ def test_published_win_rates_are_recomputed():
     published = [json.loads(line) for line in (PUBLISHED / "leaderboard.jsonl").open()]
     assert len(published) == 2
     for board in published:
-        preferences = [row["preference"] for row in rows if row["generator_2"] == board["model"]]
+        preferences = [
+            row["preference"] for row in rows if row["generator_2"] == board["model"]
+        ]
         figures = winrate.win_rate(preferences)
         for key in ("win_rate", "standard_error", "discrete_win_rate"):
             assert figures[key] == pytest.approx(float(board[key]), abs=1e-6)
@@ -65,15 +68,26 @@ def test_eq_win_rate_by_hand():
 
 def test_rate_of_models_against_references(tmp_path, capfd, refused):
     """Names come from a file: they cannot steer a terminal."""
-    verdicts = (("base", "m", 1), ("base", "m", 2), ("base", "m", 1.5), ("other", "m", 2),
-                ("base", "\x1b[2Jn", 2))
-    rows = [dict(zip(("generator_1", "generator_2", "preference"), verdict, strict=True))
-            for verdict in verdicts]
+    verdicts = (
+        ("base", "m", 1),
+        ("base", "m", 2),
+        ("base", "m", 1.5),
+        ("other", "m", 2),
+        ("base", "\x1b[2Jn", 2),
+    )
+    rows = [
+        dict(zip(("generator_1", "generator_2", "preference"), verdict, strict=True))
+        for verdict in verdicts
+    ]
     run_winrate("rate", write(tmp_path / "a.json", rows))
     table, result = capfd.readouterr().out.split("RESULT ")
     assert "\x1b" not in table
     rates = {name: figures["win_rate"] for name, figures in json.loads(result).items()}
-    assert rates == {"m against base": 50, "m against other": 100, "\x1b[2Jn against base": 100}
+    assert rates == {
+        "m against base": 50,
+        "m against other": 100,
+        "\x1b[2Jn against base": 100,
+    }
 
 
 def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path):
@@ -84,25 +98,47 @@ def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path)
         assert winrate.read_prompts(tmp_path / "p") == ["red", "blue\u2028green\nseven"]
 
 
-@pytest.mark.parametrize("content", [
-    b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}", b"[]", b"null", b'[{"instruction": "a"}]'])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b"\xff\xfe", b"[1]", b"{}", b"[]", b"null", b'[{"instruction": "a"}]'],
+)
 def test_damaged_files_are_one_line(tmp_path, refused, content):
     good = write(tmp_path / "good.json", [{"instruction": "a", "output": "x"}])
     (tmp_path / "bad.json").write_bytes(content)
     for outputs, reference in (("bad.json", good), (good, "bad.json")):
-        words = ["judge", tmp_path / outputs, "--reference", tmp_path / reference, "--judge", "j",
-                 "--out", tmp_path / "out.json"]
+        words = [
+            "judge",
+            tmp_path / outputs,
+            "--reference",
+            tmp_path / reference,
+            "--judge",
+            "j",
+            "--out",
+            tmp_path / "out.json",
+        ]
         assert "bad.json" in refused(lambda w=words: run_winrate(*w))
     assert "bad.json" in refused(lambda: run_winrate("rate", tmp_path / "bad.json"))
-    assert "nowhere: no such file" in refused(lambda: run_winrate("rate", tmp_path / "nowhere"))
+    assert "nowhere: no such file" in refused(
+        lambda: run_winrate("rate", tmp_path / "nowhere")
+    )
 
 
 # --- answers --------------------------------------------------------------------------------------
 
+
 def generated(tmp_path, model, *flags):
     """The outputs file of `winrate generate` on p.json."""
-    run_winrate("generate", model, "--prompts", tmp_path / "p.json", "--out", tmp_path / "o.json",
-                "--max-new-tokens", 7, *flags)
+    run_winrate(
+        "generate",
+        model,
+        "--prompts",
+        tmp_path / "p.json",
+        "--out",
+        tmp_path / "o.json",
+        "--max-new-tokens",
+        7,
+        *flags,
+    )
     return json.loads((tmp_path / "o.json").read_text())
 
 
@@ -114,7 +150,10 @@ def test_eq_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders
     assert [row["instruction"] for row in rows] == prompts
     assert {row["generator"] for row in rows} == {str(folders["llama"])}
     assert rows[2]["output"] == ""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folders["llama"]), make_tokenizer()
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folders["llama"]),
+        make_tokenizer(),
+    )
     for row in (rows[0], rows[1], rows[3]):
         text = f"User: {row['instruction']}\nAssistant:"
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -123,7 +162,7 @@ def test_eq_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=7,
-        )[0, ids.shape[1]:]
+        )[0, ids.shape[1] :]
         assert row["output"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
@@ -140,7 +179,9 @@ def test_base_and_adapter_of_a_run_differ(tmp_path, files, train, folders):
 
 
 @pytest.mark.parametrize(("words", "room"), [(200, 7), (40, 120)])
-def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refused, words, room):
+def test_a_prompt_without_room_for_its_answer_is_refused(
+    tmp_path, folders, refused, words, room
+):
     """Longer than the context of 128 tokens, or with no room left behind it; never left empty."""
     write(tmp_path / "p.json", [{"prompt": "blue"}, {"prompt": " ".join(["red"] * words)}])
     line = refused(lambda: generated(tmp_path, folders["llama"], "--max-new-tokens", room))
@@ -148,27 +189,26 @@ def test_a_prompt_without_room_for_its_answer_is_refused(tmp_path, folders, refu
     assert "context of 128" in line
 
 
-def test_answers_end_where_the_template_goes_on(folders, monkeypatch):
-    """What a plain template writes behind the response is learned as its end, and is no answer."""
-    tokenizer = make_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
-    written = ["red\n###", "red\n\n###\nred", "### red\n### blue\n###", "red", "###", "red ###"]
-    ids = [(tokenizer(text)["input_ids"], True) for text in written]
-    monkeypatch.setattr(winrate, "generate", lambda *_, **__: ids)
-
-    def answers(template):
-        return winrate.respond(model, tokenizer, ["seven"] * 6, 9, template)
-    assert answers("Q: {prompt}\nA: {response}\n###\n") == [
-        "red", "red\n\n###\nred", "### red\n### blue", "red", "", "red"]  # at the end alone
-    assert answers("Q: {prompt}\nA: {response}") == [text.strip() for text in written]
-
-
 # --- verdicts -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("text", "verdict"), [
-    ("A", 1.0), ("b", 2.0), ("**B**", 2.0), ("Tie.", 1.5), ("Answer A is better.", 1.0),
-    ("tie", 1.5), ("It's a tie", 1.5), ("The better answer is B", 2.0), ("", None),
-    ("A or B", None), ("Neither is a clear winner", None), ("Oh! 42", None)])
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("A", 1.0),
+        ("b", 2.0),
+        ("**B**", 2.0),
+        ("Tie.", 1.5),
+        ("Answer A is better.", 1.0),
+        ("tie", 1.5),
+        ("It's a tie", 1.5),
+        ("The better answer is B", 2.0),
+        ("", None),
+        ("A or B", None),
+        ("Neither is a clear winner", None),
+        ("Oh! 42", None),
+    ],
+)
 def test_parse_verdict(text, verdict):
     assert judge.parse_verdict(text) == verdict
 
@@ -191,7 +231,7 @@ class Judge:
         return self
 
     def create(self, model, messages, temperature, max_tokens):
-        question, = messages
+        (question,) = messages
         assert (model, temperature, question["role"]) == ("j", 0, "user")
         text = question["content"]
         self.questions.append(text)
@@ -215,35 +255,58 @@ def openai(monkeypatch):
 @pytest.fixture
 def judged(tmp_path, capfd):
     """judged(pairs, *flags) -> (preferences, text) of `winrate judge`."""
+
     def call(pairs, *flags):
         outputs, reference = [], []
         for instruction, base, output in pairs:
-            reference.append({"instruction": instruction, "output": base, "generator": "base"})
-            outputs.append({"instruction": instruction, "output": output, "generator": "run"})
+            reference.append(
+                {"instruction": instruction, "output": base, "generator": "base"}
+            )
+            outputs.append(
+                {"instruction": instruction, "output": output, "generator": "run"}
+            )
         write(tmp_path / "o.json", outputs)
         write(tmp_path / "r.json", reference)
         capfd.readouterr()
-        run_winrate("judge", tmp_path / "o.json", "--reference", tmp_path / "r.json", "--judge",
-                    "j", "--out", tmp_path / "out.json", *flags)
+        run_winrate(
+            "judge",
+            tmp_path / "o.json",
+            "--reference",
+            tmp_path / "r.json",
+            "--judge",
+            "j",
+            "--out",
+            tmp_path / "out.json",
+            *flags,
+        )
         text = capfd.readouterr().out
         if not (tmp_path / "out.json").exists():
             return None, text
         rows = json.loads((tmp_path / "out.json").read_text())
-        assert {(row["generator_1"], row["generator_2"], row["annotator"]) for row in rows} == {
-            ("base", "run", "j")}
+        assert {
+            (row["generator_1"], row["generator_2"], row["annotator"]) for row in rows
+        } == {("base", "run", "j")}
         return [row["preference"] for row in rows], text
+
     return call
 
 
-PAIRS = [("zebra", "bad", "good good"), ("walrus", "good", "bad"), ("three", "good x", "x good"),
-         ("four", "same", "same"), ("five", "good bad", "good good good")]
+PAIRS = [
+    ("zebra", "bad", "good good"),
+    ("walrus", "good", "bad"),
+    ("three", "good x", "x good"),
+    ("four", "same", "same"),
+    ("five", "good bad", "good good good"),
+]
 
 
 def test_every_pair_is_judged_in_both_orders_and_once(openai, judged):
     preferences, text = judged(PAIRS, "--url", "http://localhost/v1")
     assert preferences == [2, 1, 1.5, 1.5, 2]
     assert openai.addresses == ["http://localhost/v1"]
-    assert len(openai.questions) == len(set(openai.questions)) == 8  # equal ones are not asked
+    assert (
+        len(openai.questions) == len(set(openai.questions)) == 8
+    )  # equal ones are not asked
     assert "8 verdicts asked, 0 failed; win rate 60.00" in text
     assert text.index("8 verdicts to ask") < text.index("8 verdicts asked")
     preferences, text = judged([*PAIRS, ("six", "bad", "good")])
@@ -266,7 +329,9 @@ def test_verdicts_survive_a_kill_in_the_middle_of_a_line(openai, judged, tmp_pat
     judged(PAIRS)
     cache = tmp_path / "out.json.cache.jsonl"
     lines = [line for line in cache.read_text().splitlines() if line]
-    cache.write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])  # killed while writing the sixth
+    cache.write_text(
+        "\n".join(lines[:5]) + "\n" + lines[5][:20]
+    )  # killed while writing the sixth
     preferences, text = judged(PAIRS)
     assert preferences == [2, 1, 1.5, 1.5, 2]
     assert "3 verdicts asked" in text
@@ -277,19 +342,17 @@ def test_a_judge_that_favours_a_position_says_tie(openai, judged):
     openai.create = None
     completions = openai.chat.completions
     message = SimpleNamespace(content="A")
-    completions.create = lambda **_: SimpleNamespace(choices=[SimpleNamespace(message=message)])
+    completions.create = lambda **_: SimpleNamespace(
+        choices=[SimpleNamespace(message=message)]
+    )
     assert judged(PAIRS)[0] == [1.5] * 5
-
-
-def test_an_estimate_asks_nothing(judged, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    preferences, text = judged(PAIRS, "--estimate")
-    assert preferences is None
-    assert "5 pairs, both orders: 8 verdicts to ask" in text
 
 
 def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused, tmp_path):
     monkeypatch.setitem(sys.modules, "openai", None)
+    preferences, text = judged(PAIRS, "--estimate")
+    assert preferences is None
+    assert "both orders: 8 verdicts to ask" in text
     assert "pip install openai" in refused(lambda: judged(PAIRS))
     rows = [{"instruction": "a", "output": "x"}]
     outputs = write(tmp_path / "a.json", rows)
@@ -302,15 +365,21 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
 
 
 def test_rows_without_a_partner_are_said_and_doubled_ones_meet_in_order(capfd):
-    outputs = [{"instruction": name, "output": str(number)}
-               for number, name in enumerate(("a", "only here", "b", "a", "b"))]
-    reference = [{"instruction": name, "output": name + str(number)}
-                 for number, name in enumerate(("b", "a", "only there", "a"))]
+    outputs = [
+        {"instruction": name, "output": str(number)}
+        for number, name in enumerate(("a", "only here", "b", "a", "b"))
+    ]
+    reference = [
+        {"instruction": name, "output": name + str(number)}
+        for number, name in enumerate(("b", "a", "only there", "a"))
+    ]
     pairs = winrate.pairs_of(outputs, reference)
     assert [(pair["output_2"], pair["output_1"]) for pair in pairs] == [
-        ("0", "a1"), ("2", "b0"), ("3", "a3")]
-    warning = "only 3 of 5 outputs and 4 answers of the reference have a partner"
-    assert warning in capfd.readouterr().out
+        ("0", "a1"),
+        ("2", "b0"),
+        ("3", "a3"),
+    ]
+    assert "3 pairs of 5 outputs and 4 of the reference" in capfd.readouterr().out
 
 
 def test_the_package_asks_an_endpoint(monkeypatch, refused):
