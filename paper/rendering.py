@@ -83,7 +83,7 @@ def rendered(words, place):
     if "claims" in words:
         claims = [claim for claim in stored[name]["claims"] if claim[0].startswith(starts)]
         lines += ["", *markdown_lines(CLAIM_COLUMNS, claims)]
-    return [*lines, "", *(made_by(entries) for entries in stored.values())]
+    return [*lines, "", " ".join(made_by(*item) for item in stored.items())]
 
 
 def column_of(word, name, stored, place):
@@ -98,11 +98,9 @@ def column_of(word, name, stored, place):
     return file, key, heading or stored[file]["columns"].get(key, key)
 
 
-def made_by(entries):
-    """One line: command, date, commit, hardware; or the source of what was not run here."""
+def made_by(name, entries):
+    """One line: the file, which holds the command, and its date, commit and hardware."""
     if "source" in entries:
         return entries["source"]
-    return (
-        f"`{entries['command']}`, {entries['date']}, commit {entries['commit']}, "
-        f"{entries['hardware']}, torch {entries['torch']}."
-    )
+    when = f"{entries['date']}, commit {entries['commit']}"
+    return f"`results/{name}.json`: {when}, {entries['hardware']}."

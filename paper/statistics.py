@@ -23,9 +23,9 @@ def cell_of(values):
         return None
     std = statistics.stdev(values) if len(values) > 1 else 0.0
     return {
-        "mean": round(statistics.fmean(values), 6),
-        "std": round(std, 6),
-        "seeds": [round(value, 6) for value in values],
+        "mean": round(statistics.fmean(values), 8),
+        "std": round(std, 8),
+        "seeds": [round(value, 8) for value in values],
     }
 
 
