@@ -125,9 +125,9 @@ def tests_table(result):
 
 
 def answers_table(result):
-    header = ["answers", "tokens/s", "seconds an answer"]
     speed = f"{result['tokens_per_second']:.0f}"
-    return header, [[result["answers"], speed, result["seconds_per_answer"]]]
+    row = [result["answers"], speed, result["seconds_per_answer"]]
+    return ["answers", "tokens/s", "seconds an answer"], [row]
 
 
 def parts_of(sizes, folder):

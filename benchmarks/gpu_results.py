@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import utils
 
@@ -15,7 +14,7 @@ class Missing(Exception):
 
 def file_of(folder, name):
     """Where what is known of the part of this name is kept."""
-    return Path(folder) / (re.sub(r"\W+", "-", name) + ".json")
+    return folder / (re.sub(r"\W+", "-", name) + ".json")
 
 
 def read(file):

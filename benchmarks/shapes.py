@@ -22,7 +22,6 @@ SHAPES = {  # architectures by name, with random weights
         "intermediate_size": 8192,
         "num_hidden_layers": 16,
         "num_attention_heads": 8,
-        "max_position_embeddings": 2048,
     }),
     "llama3-8b": ("llama", {
         "vocab_size": 128256,
@@ -40,7 +39,6 @@ SHAPES = {  # architectures by name, with random weights
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
     }),
 }
 

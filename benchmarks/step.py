@@ -325,9 +325,7 @@ def table_of(results):
 
 
 def bench_step(args):
-    batch = args.batch
-    if batch is None:
-        batch = 32 if pick_device().type == "cuda" else 8
+    batch = args.batch or (32 if pick_device().type == "cuda" else 8)
     model, lower, upper = load(args, batch * args.rounds)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
