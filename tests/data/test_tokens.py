@@ -81,10 +81,8 @@ def test_a_prompt_of_max_length_tokens_is_dropped(load):
     assert sum(rows[0]["trained"]) == 1
     with pytest.raises(UserError, match=r"1 long_prompt"):
         load(max_length=count)
-    talk = []
-    for text in ("red", "b", "c?", "d"):
-        talk.append({"role": "assistant" if len(talk) % 2 else "user", "content": text})
-    _, report = load([{"messages": talk}], turns="all", max_length=count + 1)
+    talk = "\n\nHuman: red\n\nAssistant: b\n\nHuman: c?\n\nAssistant: d"
+    _, report = load([{"chosen": talk, "rejected": ""}], turns="all", max_length=count + 1)
     assert report["rows_kept"] == 1, "of a conversation, the first question alone"
 
 
@@ -207,7 +205,7 @@ def test_every_setting_is_part_of_the_key(load, reads):
     load(make_rows(5, seed=1))
     other = make_tokenizer()
     other.eos_token = "<|im_end|>"
-    for options in (
+    changes = [
         {"template": "Q: {prompt}\nA: {response}"},
         {"max_length": 100},
         {"turns": "all"},
@@ -216,11 +214,10 @@ def test_every_setting_is_part_of_the_key(load, reads):
         {"columns": "instruction=prompt,output=response"},
         {"tokenizer": make_tokenizer(CHATML)},
         {"tokenizer": other},
-    ):
-        before = len(reads)
+    ]
+    for options in [*changes, *changes]:
         load(**options)
-        load(**options)
-        assert len(reads) == before + 1, options
+    assert len(reads) == 1 + len(changes)
 
 
 def test_a_file_that_is_edited_in_place_gives_the_new_rows(load, tmp_path):
