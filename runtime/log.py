@@ -23,13 +23,11 @@ def open_metrics(out, step):
 
 
 def _cut_back(path, step):
-    lines = []
-    if path.exists():
-        lines = path.read_text(errors="replace").splitlines()
+    path.touch()
     kept = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # half a line after a kill
-            if json.loads(line)["step"] == len(kept) < step:
+    for line in path.read_text(errors="replace").splitlines()[:step]:
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # damaged
+            if json.loads(line)["step"] == len(kept):
                 kept.append(line + "\n")
     if len(kept) < step:
         raise UserError(
