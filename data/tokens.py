@@ -158,16 +158,9 @@ class Reader:
         self.encoder = Encoder(tokenizer)
         self.given = set()  # names of columns, and keys of messages that are not read
         self.extras = set()
-        self.report = {
-            "layout": None,
-            "rows_in_source": 0,
-            "rows_kept": 0,
-            "truncated": 0,
-            "tokens": 0,
-            "dropped": defaultdict(list),
-            "unlabelled": 0,
-            "bad": 0,
-        }
+        counts = ("rows_in_source", "rows_kept", "truncated", "tokens", "bad", "unlabelled")
+        self.report = dict.fromkeys(counts, 0)
+        self.report |= {"layout": None, "dropped": defaultdict(list)}
 
     def read(self, rows):
         """(place, row) of the source -> tokenised rows, in batches: memory is flat without a limit.

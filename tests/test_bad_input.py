@@ -8,7 +8,6 @@ import json
 import math
 import re
 import resource
-import shutil
 import subprocess
 
 import huggingface_hub
@@ -234,21 +233,13 @@ def test_missing_models(bad, tmp_path):
 
 
 def test_hub_names_without_a_network(bad, monkeypatch):
-    """In seconds, whether the name has an owner or not, for models and for data."""
+    """In seconds, whether the name has an owner or not."""
     def unreachable(*args, **kwargs):
         raise OSError("[Errno -3] Temporary failure in name resolution")
 
-    import datasets
-
-    for name in ("model_info", "dataset_info"):
-        monkeypatch.setattr(huggingface_hub.HfApi, name, unreachable)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # put back afterwards
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     for name in ("nobody/no-such-model", "no-such-model-either"):
         bad(name, model=name)
-    bad("nobody/no-such-rows: no such file or folder, the hub cannot be reached",
-        lower="nobody/no-such-rows")
 
 
 def test_broken_adapters(bad, tmp_path, adapters):
@@ -289,24 +280,6 @@ def test_unwritable_folders(bad, tmp_path):
     bad("file/cache", cache_dir=tmp_path / "file" / "cache")
     bad("/proc/nowhere", cache_dir="/proc/nowhere")
     assert (tmp_path / "file").read_text() == "x"
-
-
-def test_a_folder_with_a_run(train, refused, files):
-    """A finished run is not overwritten, and not continued with other settings."""
-    paths = files()
-    options = {"batch": 4, "epochs": 2, "save_every": 3}
-    run = train(paths, **options)
-    before = {name: (run.out / name).read_bytes() for name in listing(run.out)}
-
-    def again(**changes):
-        return refused(lambda: train(paths, **options | changes))
-
-    assert "run: already holds a run; continue it with --resume" in again()
-    line = again(resume=True, lr=1e-5)
-    assert "cannot resume: args lr was 0.0002 and is now 1e-05" in line
-    assert before == {name: (run.out / name).read_bytes() for name in listing(run.out)}
-    shutil.rmtree(run.out / "checkpoints" / "step_00000006")
-    assert train(paths, **options, resume=True).result == run.result, "from the one before"
 
 
 @pytest.fixture
@@ -359,12 +332,6 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
         assert (resumed.out / name).read_bytes() == (whole.out / name).read_bytes()
 
 
-def test_a_folder_that_may_not_be_written_to_is_found_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    with pytest.raises(utils.UserError):
-        make_parent(tmp_path / "report.html")
-
-
 @pytest.mark.parametrize("name", ["target", "gone", "link"])
 def test_no_link_is_written_over(tmp_path, name):
     (tmp_path / "target").write_text("old")
@@ -402,35 +369,24 @@ def test_a_loss_that_is_not_finite(bad, tmp_path, options):
         assert all(not isinstance(value, float) or math.isfinite(value) for value in row.values())
 
 
-def test_a_collapsed_or_exploding_selector_is_no_traceback(train, files):
-    """An absurd rate for omega: a warning, and a ranking all the same."""
-    run = train(files(), batch=4, epochs=2, omega_lr=1e6)
-    assert run.metrics[-1]["omega/collapsed"]
-    assert sum(entry["weight"] for entry in run.weights) == pytest.approx(12)
-
-
 # --- as a real process ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("options", "message", "disk"), [
-    ({"lower": "bad.jsonl"}, r"error: .*bad\.jsonl line 3: not valid JSON.*", None),
-    ({"model": "absent"}, r"error: .*absent.*", None),
-    ({}, r"error: .*(?i:file too large); free space, .*", 1500)])
-def test_real_processes(files, tmp_path, folders, options, message, disk):
-    """Through the shell: exit code 2, one line, no trace."""
+def test_a_real_process(files, tmp_path, folders):
+    """Through the shell, on a full disk: exit code 2, one line, no trace."""
     paths = files()
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 2 + "{")
-    options = {name: tmp_path / value for name, value in options.items()}
-    words, environment = python("train_offline.py", *flags(**{
-        "lower": paths["lower"], "upper": paths["upper"], "model": folders["llama"], "batch": 4,
-        "epochs": 1, "out": tmp_path / "run", "cache_dir": tmp_path / "cache"} | options))
-
-    def limit():
-        if disk:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))
-
-    done = subprocess.run(words, env=environment, cwd=ROOT, text=True, capture_output=True,
-                          preexec_fn=limit, timeout=120)
+    words, environment = python("train_offline.py", *flags(
+        lower=paths["lower"], upper=paths["upper"], model=folders["llama"], out=tmp_path / "run",
+        cache_dir=tmp_path / "cache"))
+    done = subprocess.run(
+        words,
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
+        timeout=120,
+    )
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(message, done.stderr.strip()), done.stderr
+    assert re.fullmatch(r"error: .*(?i:file too large); free space, .*", done.stderr.strip())
     assert not (tmp_path / "run").exists()
     assert not leftovers(tmp_path)

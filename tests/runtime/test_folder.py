@@ -2,11 +2,9 @@
 
 import json
 import os
-import random
 import shutil
 import subprocess
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, copy_tree, flags, listing, make_rows, python, read_rows, write_rows
@@ -133,28 +131,6 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, model):
     assert folder.load_checkpoint(tmp_path / "nothing", model) is None
 
 
-def test_seeds_of_every_generator():
-    folder.seed_everything(5)
-    first = torch.rand(1), np.random.rand(), random.random()
-    folder.seed_everything(5)
-    assert (torch.rand(1), np.random.rand(), random.random()) == first
-
-
-def test_the_fingerprint_sees_every_bit_name_and_shape():
-    tensors = {"a": torch.arange(11.0), "b": torch.zeros(3, 5, dtype=torch.bfloat16)}
-    base = folder.fingerprint(tensors)
-    assert folder.fingerprint(dict(reversed(tensors.items()))) == base
-    assert folder.fingerprint({"a": torch.arange(12.0)[:11], "b": tensors["b"]}) == base
-    for name in tensors:
-        data = tensors[name].view(torch.uint8).flatten()
-        for place in (0, len(data) // 2, len(data) - 1):
-            data[place] ^= 64
-            assert folder.fingerprint(tensors) != base
-            data[place] ^= 64
-    assert folder.fingerprint({"c": tensors["a"], "b": tensors["b"]}) != base
-    assert folder.fingerprint({"a": tensors["a"], "b": tensors["b"].view(5, 3)}) != base
-
-
 def flip(file, share):
     data = bytearray(file.read_bytes())
     data[int(share * (len(data) - 1))] ^= 1
@@ -172,8 +148,7 @@ def swap(file, _):
 
 @pytest.mark.parametrize("name", ["state.pt", "adapter.safetensors"])
 @pytest.mark.parametrize(("damage", "share"), [
-    (flip, 0.5), (flip, 1), (cut, 0), (cut, 0.5), (cut, 0.99), (swap, 0),
-    (lambda file, _: file.unlink(), 0)])
+    (flip, 0.5), (flip, 1), (cut, 0), (cut, 0.5), (cut, 0.99), (swap, 0)])
 def test_a_cut_or_edited_checkpoint_is_refused(tmp_path, model, name, damage, share):
     for step in (1, 2):
         model.lora_A.data += 1

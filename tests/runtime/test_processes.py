@@ -241,31 +241,6 @@ def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_pa
         assert_same_run(tmp_path / f"two-{name}", alone(*case, tmp_path / f"one-{name}"))
 
 
-@pytest.mark.slow
-def test_two_machines_equal_one_process(options, tmp_path):
-    """Two starts of torchrun that meet at an address, each with a cache of its own: the first
-    writes the run and speaks, the second is silent."""
-    given = options | ONLINE
-    port = free_port()
-    machines = []
-    for number in (0, 1):
-        words, environment = python(
-            "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank",
-            number, "--master-addr", "127.0.0.1", "--master-port", port, "train_online.py",
-            *flags(**given | {"cache_dir": tmp_path / f"cache{number}"}, out=tmp_path / "two"))
-        machines.append(subprocess.Popen(words, cwd=ROOT, env=environment, text=True,
-                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-    try:
-        texts = [machine.communicate(timeout=200) for machine in machines]
-    finally:
-        for machine in machines:
-            machine.terminate()
-    assert [machine.returncode for machine in machines] == [0, 0], texts[0][1][-3000:]
-    assert texts[0][0].count("RESULT ") == 1
-    assert texts[1][0] == ""
-    assert_same_run(tmp_path / "two", alone("train_online", given, tmp_path / "one"))
-
-
 # --- killed, and continued by another number ------------------------------------------------------
 
 @pytest.mark.slow
