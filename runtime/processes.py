@@ -36,7 +36,7 @@ def world_size():
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def join_processes(name):
+def join_processes(name="auto"):
     """Join the processes that torchrun started, if it did; returns this one's device.
 
     name: --device. CUDA tensors are reduced by NCCL, CPU tensors by gloo. All but the first
