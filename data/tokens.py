@@ -19,7 +19,6 @@ hits the right rows whatever was dropped before. Choices the paper leaves open, 
    names the rows of another: it is taken with no marker but <|endoftext|> cut.
 """
 
-import functools
 import itertools
 import json
 import random
@@ -32,7 +31,6 @@ from pathlib import Path
 from data import layouts
 from data.cache import file_hash, open_or_make
 from data.sources import find_parts, read_part
-from detect import fact
 from utils import UserError, content_hash, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
@@ -122,15 +120,6 @@ def special_tokens(tokenizer):
 def end_ids(tokenizer):
     """Token ids that end a turn. An unknown last character is often a special token, and no end."""
     return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-
-
-def fact_reader(tokenizer):
-    """-> facts(token): `detect.fact` of a token's text, each token read once."""
-    @functools.cache
-    def facts(token):
-        begins = (tokenizer.convert_ids_to_tokens(token) or "").startswith(("\u0120", "\u2581"))
-        return fact(" " * begins + tokenizer.decode([token]).lstrip())
-    return facts
 
 
 def make_encoder(tokenizer):
