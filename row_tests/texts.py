@@ -9,19 +9,28 @@
 Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
 where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
 garbled text, of languages other than English, and of answers that are wrong they know nothing.
-Strings in, lists out; imports nothing of the project and can be copied as one file.
+
+Strings in, a list out; this file imports nothing of the project and can be copied. A row is its
+question and its answer, without template or end tokens; what a conversation said before belongs to
+the question. Give all rows of a file in one call: copies and conflicts are seen among them.
+
+    >>> text_reasons([("Capital of France?", "Paris"), ("Capital of France?", "It is Rome."),
+    ...               ("Capital of Peru?", "N/A"), ("Capital of Peru?", "Lima")])
+    ['conflict', 'conflict', 'placeholder', None]
 """
 
 import math
 import operator
 import re
+import typing
 import unicodedata
 import zlib
 from array import array
 
 import torch
 
-HASHES, ROWS_PER_BAND = 128, 16  # minhashes of a row, in bands; fewer are too rough
+HASHES = 128                   # minhashes of a row; fewer are too rough
+ROWS_PER_BAND = 16             # minhashes of a band
 SHINGLE = 5                    # words
 SHINGLES_AT_ONCE = 10_000      # hashed together: 10 MB
 MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
@@ -113,7 +122,13 @@ _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().man
 
 def plain_words(text):
     """Words in lower case, without spacing and marks at either end; "2 + 5" is not "2 * 5"."""
-    return " ".join(unicodedata.normalize("NFC", text).casefold().split()).strip(" .!?:;,\"'")
+    text = unicodedata.normalize("NFC", text).casefold()
+    return " ".join(text.split()).strip(" .!?:;,\"'")
+
+
+def checksum(text):
+    """The CRC-32 of a text; half a character, which JSON may hold, is a question mark."""
+    return zlib.crc32(text.encode("utf-8", "replace"))
 
 
 def minhashes(text):
@@ -122,11 +137,15 @@ def minhashes(text):
     Two texts share each of them with probability |A and B| / |A or B| of their shingles.
     """
     words = text.split()
-    shingles = {zlib.crc32(" ".join(words[i:i + SHINGLE]).encode("utf-8", "replace")) % _PRIME
-                for i in range(max(1, len(words) - SHINGLE + 1))}
-    values = torch.tensor(sorted(shingles), dtype=torch.int64)[:, None]
-    return torch.stack([((part * _FACTORS[0] + _FACTORS[1]) % _PRIME).amin(dim=0)
-                        for part in values.split(SHINGLES_AT_ONCE)]).amin(dim=0)
+    shingles = set()
+    for start in range(max(1, len(words) - SHINGLE + 1)):
+        shingle = " ".join(words[start:start + SHINGLE])
+        shingles.add(checksum(shingle) % _PRIME)
+    smallest = []
+    for values in torch.tensor(sorted(shingles)).split(SHINGLES_AT_ONCE):
+        hashes = values[:, None] * _FACTORS[0] + _FACTORS[1]
+        smallest.append((hashes % _PRIME).amin(dim=0))
+    return torch.stack(smallest).amin(dim=0)
 
 
 class NearCopies:
@@ -136,17 +155,25 @@ class NearCopies:
     """
 
     def __init__(self):
-        self.kept, self.starts = array("i"), {}  # all signatures, one behind another; by band
+        self.kept = array("i")  # all signatures, one behind another
+        self.starts = {}        # where those begin that share a band
 
     def has(self, whole, end):
         """Whether an earlier row is like this one by both signatures; if none is, it is kept."""
-        bands = [hash((n, *whole[n:n + ROWS_PER_BAND])) for n in range(0, HASHES, ROWS_PER_BAND)]
-        for start in {start for band in bands for start in self.starts.get(band, ())}:
-            equal = [*map(operator.eq, self.kept[start:start + 2 * HASHES], whole + end)]
+        bands = []
+        for first in range(0, HASHES, ROWS_PER_BAND):
+            bands.append(hash((first, *whole[first:first + ROWS_PER_BAND])))
+        candidates = set()
+        for band in bands:
+            candidates.update(self.starts.get(band, ()))
+        for start in candidates:
+            signatures = self.kept[start:start + 2 * HASHES]
+            equal = [*map(operator.eq, signatures, whole + end)]
             if min(sum(equal[:HASHES]), sum(equal[HASHES:])) >= ALIKE * HASHES:
                 return True
         for band in bands:
-            if len(known := self.starts.setdefault(band, [])) < MOST_ALIKE:
+            known = self.starts.setdefault(band, [])
+            if len(known) < MOST_ALIKE:
                 known.append(len(self.kept))
         self.kept.extend(whole + end)
         return False
@@ -157,9 +184,21 @@ def broken(text):
 
     One letter of two bytes may be a capital before a quotation mark; a sign of three is none.
     """
-    text, stray = text.translate(BYTES), CONTROL.search(text)
-    return bool(stray or RUN.search(text)
-                or sum(1 + (run[0] in "\xe2\xef\xf0") for run in ALONE.findall(text)) > 1)
+    text_bytes = text.translate(BYTES)
+    if CONTROL.search(text) or RUN.search(text_bytes):
+        return True
+    alone = ALONE.findall(text_bytes)
+    return len(alone) > 1 or any(sign[0] in "\xe2\xef\xf0" for sign in alone)
+
+
+def is_empty(prompt, body):
+    """Whether an answer without its end tokens answers nothing, and is not what was asked for."""
+    if not body:
+        return True
+    if LINK.fullmatch(body):
+        return not PLACE.search(prompt)
+    asked = NONE if WORD.search(body) else SIGNS
+    return bool(EMPTY.fullmatch(body)) and not asked.search(prompt)
 
 
 def debris(prompt, answer):
@@ -169,14 +208,19 @@ def debris(prompt, answer):
     debris: broken encoding, or HTML in prose. Neither where the question has the same or may ask
     for it (`PLACE`, `MARKED`). An end token at the end is none: good files have one in each row.
     """
-    answer, body = answer.strip(), END.sub("", answer).strip()
-    empty = not body or (LINK.fullmatch(body) and not PLACE.search(prompt)) or (
-        EMPTY.fullmatch(body) and not (NONE if WORD.search(body) else SIGNS).search(prompt))
-    if not answer or (empty and answer.casefold() not in prompt.casefold()):
+    answer = answer.strip()
+    if not answer:
         return "placeholder"
-    stray = (MARKUP.search(CODE.sub("", answer)) and not MARKED.search(prompt)
-             and "```" not in answer and "|" not in answer)  # <br> in a table's cell
-    return "debris" if stray or (broken(answer) and not broken(prompt)) else None
+    empty = is_empty(prompt, END.sub("", answer).strip())
+    if empty and answer.casefold() not in prompt.casefold():
+        return "placeholder"
+    # In a code block and in a table's cell, markup is no debris.
+    in_prose = "```" not in answer and "|" not in answer and not MARKED.search(prompt)
+    if in_prose and MARKUP.search(CODE.sub("", answer)):
+        return "debris"
+    if broken(answer) and not broken(prompt):
+        return "debris"
+    return None
 
 
 def another_turn(prompt, answer):
@@ -184,13 +228,28 @@ def another_turn(prompt, answer):
     if MARK.search(answer):
         return not WRITTEN.search(prompt)
     speaker = SPEAKER.search(answer)
-    if not speaker or DIALOGUE.match(answer) or ASKED.search(prompt) or WRITTEN.search(prompt):
+    if not speaker or DIALOGUE.match(answer):
+        return False
+    if ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
     answer = END.sub("", answer)
-    return bool(REPLY.search(answer, speaker.end())) or any(
-        asked and (found[1].lower() in ("user", "human")  # "Question:" may head a part
-                   or not HEADING.search(answer, asked.end() - 1))
-        for found in SPEAKER.finditer(answer) for asked in [ASKING.match(answer, found.end())])
+    if REPLY.search(answer, speaker.end()):
+        return True
+    for speaker in SPEAKER.finditer(answer):
+        asked = ASKING.match(answer, speaker.end())
+        if not asked:
+            continue
+        # "Question:" may head a part of an answer, and then other headings follow.
+        if speaker[1].lower() in ("user", "human") or not HEADING.search(answer, asked.end() - 1):
+            return True
+    return False
+
+
+class Answer(typing.NamedTuple):
+    """An answer to a question: its row, how many words it has, and their hashes."""
+    place: int
+    count: float  # infinite where it contradicts none
+    words: array
 
 
 def text_reasons(rows):
@@ -204,42 +263,46 @@ def text_reasons(rows):
     is right.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
-    copies, answers, reasons = NearCopies(), {}, []
+    copies = NearCopies()
+    answers = {}  # of a question's hash: {hash of an answer: Answer}
+    reasons = []
     for place, (prompt, answer) in enumerate(rows):
-        plainly = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
-        last, prompt, answer = (plain_words(text) for text in (
-            prompt.strip().rpartition("\n")[2], prompt, answer))
-        digits = " ".join(str(NUMBERS.index(w)) if w in NUMBERS else w for w in answer.split(" "))
-        words, key = WORD.findall(digits), zlib.crc32(digits.encode("utf-8", "replace"))
-        asked = zlib.crc32(prompt.encode("utf-8", "replace")) << 32 | len(prompt)
-        told = answers.setdefault(asked, {})
-        same = key in told
-        if not same and not plainly and len(words) > CLOSED:
-            whole = end = minhashes(f"{prompt} \x1f {answer}").tolist()
+        reason = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
+        last = plain_words(prompt.strip().rpartition("\n")[2])
+        prompt, answer = plain_words(prompt), plain_words(answer)
+        digits = []
+        for word in answer.split(" "):
+            digits.append(str(NUMBERS.index(word)) if word in NUMBERS else word)
+        digits = " ".join(digits)
+        words, key = WORD.findall(digits), checksum(digits)
+        known = answers.setdefault((checksum(prompt), len(prompt)), {})
+        same = key in known
+        if not same and not reason and len(words) > CLOSED:
+            whole = minhashes(f"{prompt} \x1f {answer}").tolist()
+            end = whole
             if last != prompt:
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
-        reasons.append("duplicate" if same else plainly)
-        openly = OPEN.match(prompt) or OPEN.match(last) or OPENLY.search(prompt)
-        count = math.inf if openly or plainly else len(words)
-        told.setdefault(key, (place, count, array("q", {*map(hash, words)})))
-    for place in conflicts(answers.values()):
-        reasons[place] = reasons[place] or "conflict"
+        reasons.append("duplicate" if same else reason)
+        is_open = OPEN.match(prompt) or OPEN.match(last) or OPENLY.search(prompt)
+        count = math.inf if is_open or reason else len(words)
+        known.setdefault(key, Answer(place, count, array("q", set(map(hash, words)))))
+    for known in answers.values():
+        for place in conflicts(list(known.values())):
+            reasons[place] = reasons[place] or "conflict"
     return reasons
 
 
-def conflicts(questions):
-    """Places of answers that contradict a short one to the same question.
-
-    questions: of each {answer: (place, words, their hashes)}.
-    """
-    for told in questions:
-        short = [{*own} for _, count, own in told.values() if count <= CLOSED][:MOST_ALIKE]
-        for place, _, own in told.values() if len(told) > 1 else ():
-            if any(contradict({*own}, other) for other in short):
-                yield place
+def conflicts(answers):
+    """Places of the answers to one question that contradict a short one."""
+    short = [answer for answer in answers if answer.count <= CLOSED][:MOST_ALIKE]
+    for answer in answers:
+        if any(contradict(set(answer.words), set(fact.words)) for fact in short):
+            yield answer.place
 
 
-def contradict(words, others):
-    """Whether two answers, sets of words' hashes, each have a word of their own, or one a "not"."""
-    return bool((words - others and others - words) or bool(words & NOT) != bool(others & NOT))
+def contradict(first, second):
+    """Whether two answers, sets of words' hashes, each have a word alone, or only one a "not"."""
+    if first - second and second - first:
+        return True
+    return bool(first & NOT) != bool(second & NOT)

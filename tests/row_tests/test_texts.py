@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from data.text_reasons import broken, debris, minhashes, text_reasons
+from row_tests.texts import broken, debris, minhashes, text_reasons
 
 
 def test_duplicates_and_conflicts():
@@ -279,7 +279,7 @@ def test_minhashes_share_as_many_as_the_shingles_do():
 def test_minhashes_of_a_book_are_made_in_parts(monkeypatch):
     text = " ".join(map(str, range(1000)))
     whole = minhashes(text)
-    monkeypatch.setattr("data.text_reasons.SHINGLES_AT_ONCE", 7)
+    monkeypatch.setattr("row_tests.texts.SHINGLES_AT_ONCE", 7)
     assert minhashes(text).equal(whole)
 
 
