@@ -14,7 +14,6 @@ from data import sources, tokens
 from utils import UserError, content_hash, write_atomic
 
 
-
 @pytest.fixture
 def load(tmp_path):
     """load(rows or None for the file as it is, ...) -> (rows, report); all share one cache."""

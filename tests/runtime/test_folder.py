@@ -7,7 +7,16 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, copy_tree, flags, listing, make_rows, python, read_rows, write_rows
+from conftest import (
+    ROOT,
+    copy_tree,
+    flags,
+    listing,
+    make_rows,
+    python,
+    read_rows,
+    write_rows,
+)
 
 import utils
 from runtime import folder

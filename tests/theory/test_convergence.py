@@ -6,8 +6,6 @@ import pytest
 import torch
 from theory_cases import GAMMA, OMEGA, random, small_problem, small_theta
 
-from itertools import islice
-
 from theory import convergence, model
 from theory.model import F64, Theta
 
