@@ -66,21 +66,18 @@ def read_jsonl(path):
 
 def each_jsonl(path):
     """`read_jsonl` a row at a time."""
-    number = 0
+    number = 1
     try:
-        with open(
-            path, "rb"
-        ) as file:  # decoded line by line, so that the message names the line
-            for number, line in enumerate(file, 1):
+        # Decoded line by line, so that the message names the line.
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007, the message has it
                 if line.strip():
-                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                    row = json.loads(line.decode("utf-8-sig"))
                     if not isinstance(row, dict):
                         raise ValueError("not an object")
                     yield row
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} line {number or 1}: not valid JSON ({error})") from None
+        raise UserError(f"{path} line {number}: not valid JSON ({error})") from None
 
 
 def content_hash(*texts):
