@@ -7,6 +7,7 @@ loss. A sequence is one such row; a preference pair holds two.
 import functools
 import math
 
+from data.tokens import TOKEN_COLUMNS
 from runtime.processes import all_sum, in_step, rank, world_size
 from utils import content_hash
 
@@ -17,7 +18,6 @@ from tqdm import tqdm
 from logprobs import pack, sequence_logprobs
 from models import is_sharded
 
-TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
 SPARE_ROW = {
     "input_ids": [0, 0],
@@ -87,12 +87,6 @@ def take(rows, indices):
     ]
 
 
-def each_row(rows, *columns):
-    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
-    for block in rows.select_columns([*columns]).iter(batch_size=10_000):
-        yield from zip(*(block[name] for name in columns), strict=True)
-
-
 def sequences(rows):
     """The token sequences of rows: a pair gives its chosen and then its rejected one."""
     flat = []
@@ -140,7 +134,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
     for places in in_step(
-        _own_places(len(upper_rows), len(lower_rows), micro_batch), sharded
+        _places_here(len(upper_rows), len(lower_rows), micro_batch), sharded
     ):
         upper, lower = places or ([], [])
         packed = []
@@ -151,7 +145,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
             yield upper, lower, packed or [SPARE_ROW]
 
 
-def _own_places(num_upper, num_lower, micro_batch):
+def _places_here(num_upper, num_lower, micro_batch):
     """Places of this process's rows of both levels, at most `micro_batch` of each at a time."""
     upper = range(rank(), num_upper, world_size())
     lower = range(rank(), num_lower, world_size())

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import detect
 import models
-from batches import answer_row, each_row, prompt_of, response_of, row_losses
+from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
-from data.sets import first_places
+from data.sets import each_row, first_places
 from data.tokens import LABELS, response_text
 from generate import generate
 from ranking import behind_blank, blank_prompt

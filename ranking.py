@@ -9,7 +9,9 @@ import math
 import re
 
 import detect
-from batches import answer_row, each_row, own_groups, pack, row_losses, take, tokens_only
+from batches import answer_row, own_groups, row_losses, take, tokens_only
+from data.sets import each_row
+from logprobs import pack
 from data.text_reasons import text_reasons
 from data.tokens import empty_prompt
 from logprobs import token_logps

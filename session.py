@@ -137,9 +137,9 @@ class Run:
 # --- before the first step ------------------------------------------------------------------------
 
 
-def set_up(args, tokenizer, rows, plan):
+def set_up(args, device, tokenizer, rows, plan):
     """`Run`: the model and what trains it, the run folder, what was true before training."""
-    learner = make_learner(args)
+    learner = make_learner(args, device)
     model = learner.model
     selector = Selector(
         plan.num_rows,
@@ -172,10 +172,10 @@ def read_rows(args, tokenizer):
         lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
     )
     sets.check_vocabulary(rows.by_name(), config)
-    for name, own in rows.by_name().items():
-        tokens = int(sets.row_lengths(own).sum())
+    for name, level in rows.by_name().items():
+        tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(levels.reports.get(name, {}))
-        print(f"{name}: {len(own)} rows, {tokens} tokens{report}")
+        print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
     print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
     return rows
 
@@ -210,9 +210,8 @@ def budget_steps(budget, lengths, batch, seed):
     return epochs * len(read) + int((read <= rest).sum()) + 1
 
 
-def make_learner(args):
+def make_learner(args, device):
     """Model, adapter and optimisers. Draws from torch's global generator, which it seeds."""
-    device = processes.join_processes()
     folder.seed_everything(args.seed)
     base = models.load_model(
         args.model, device, args.dtype, args.four_bit, on_host=args.fsdp
@@ -254,7 +253,7 @@ def open_run(args, rows, learner, selector):
     config = {
         "args": vars(args),
         "environment": folder.environment(model.device, model.dtype),
-        "data": {name: sets.rows_hash(own) for name, own in rows.by_name().items()},
+        "data": {name: sets.rows_hash(level) for name, level in rows.by_name().items()},
         "model": learner.fingerprints,
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
@@ -287,9 +286,8 @@ def measure_base(args, rows, model, reference, out, resumed):
 
 def _before_training(args, model, file, resumed):
     """The model as it was before its first step, while `file` is made, after a resume too."""
-    if (
-        args.adapter is None
-    ):  # a fresh adapter adds exact zeros: without it, bit for bit equal
+    if args.adapter is None:
+        # A fresh adapter adds exact zeros: without it, the model is the same bit for bit.
         return model.disable_adapter()
     if resumed:
         raise UserError(
@@ -440,14 +438,12 @@ def result_of(args, run, judged, kept):
     return result
 
 
-def write_ranking(args, run, judged):
+def write_ranking(run, judged, keep_fraction):
     """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
     score = next(iter(judged.scores.values()))
     path = run.out / "weights.jsonl"
     lower = run.rows.lower
-    ranks, kept = ranking.write_ranking(
-        path, lower, score, args.keep_fraction, judged.columns
-    )
+    ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
     if processes.rank() == 0:
         write_shown(run.out, lower, ranks)
     return {"rank": ranks, "kept": kept, **judged.columns}

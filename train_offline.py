@@ -45,7 +45,7 @@ from logprobs import pack, sequence_logprobs
 from runtime import folder
 from runtime.command import run as run_command
 from runtime.log import Log
-from runtime.processes import all_sum
+from runtime.processes import all_sum, join_processes
 from upper import Upper, upper_losses
 from utils import UserError
 
@@ -211,7 +211,7 @@ def finish(args, run):
     if args.method == "bds":
         judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
     judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
-    ranked = session.write_ranking(args, run, judged)
+    ranked = session.write_ranking(run, judged, args.keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(run.rows.lower, judged.scores)
     session.save_and_print(run, result, labels, judged.scores)
@@ -219,13 +219,14 @@ def finish(args, run):
 
 def main(argv=None):
     args = parse_args(argv)
+    device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_rows(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
     options.penalties(
         args, plan.num_epochs
     )  # a rho outside (0, 1) is an error before the start
-    run = session.set_up(args, tokenizer, rows, plan)
+    run = session.set_up(args, device, tokenizer, rows, plan)
     train(args, run)
     finish(args, run)
 

@@ -50,7 +50,7 @@ from logprobs import pack, sequence_logprobs
 from runtime import folder
 from runtime.command import run as run_command
 from runtime.log import Log
-from runtime.processes import all_sum, share_list
+from runtime.processes import all_sum, join_processes, share_list
 from selector import dynamic_mask, static_mask
 from train_offline import StepLosses
 from upper import Upper, upper_losses
@@ -300,9 +300,8 @@ def lower_terms(questions, logps, lengths, kind):
     logps, lengths (sum of G,): of their rows, in order; kind: see `answer_weights`, None for r = 1.
     """
     losses = -logps / lengths  # Eq. SFT_def, deviation 1
-    counts = torch.tensor(
-        [len(answers.rows) for answers in questions], device=losses.device
-    )
+    sizes = [len(answers.rows) for answers in questions]
+    counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     weights = torch.ones_like(losses.detach())
     ratios, num_clamped = None, 0
@@ -546,7 +545,10 @@ def finish(args, run, masking, mask, buffer, num_written):
     judged.scores = {"weight": omega, **judged.scores}
     weights = ranking.counted_weights(run.selector, mask)
     judged.columns = {"weight": weights, **judged.columns, "masked": mask}
-    ranked = session.write_ranking(args, run, judged)
+    keep_fraction = args.keep_fraction
+    if masking.given is not None:  # what a file has put away does not come back as kept
+        keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
+    ranked = session.write_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(lower, judged.scores)
     if not mask.all():  # omega alone has judged the originals of the other rows
@@ -569,6 +571,7 @@ def finish(args, run, masking, mask, buffer, num_written):
 
 def main(argv=None):
     args = parse_args(argv)
+    device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_rows(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
@@ -578,7 +581,7 @@ def main(argv=None):
     masking = plan_masks(args, plan, rows.lower, curate.end_tokens(rows.lower, tokenizer))
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)
-    run = session.set_up(args, tokenizer, rows, plan)
+    run = session.set_up(args, device, tokenizer, rows, plan)
     finish(args, run, masking, *train(args, run, masking))
 
 
