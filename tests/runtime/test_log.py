@@ -27,14 +27,18 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path, file):
     assert file.read_text() == ""
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"step": 1}\n', b"\0" * 30, b'\xff{"step": 0}\n',
-                                     b"3\n", b"[3]\n"])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b'{"step": 1}\n', b"\0" * 30, b'\xff{"step": 0}\n', b"3\n", b"[3]\n"],
+)
 def test_missing_lines_are_one_line(tmp_path, file, content):
     if content is None:
         file.unlink()
     else:
         file.write_bytes(content)
-    with pytest.raises(UserError, match=r"metrics.jsonl: the line of step 0 is missing"):
+    with pytest.raises(
+        UserError, match=r"metrics.jsonl: the line of step 0 is missing"
+    ):
         log.open_metrics(tmp_path, 2)
 
 
