@@ -1,50 +1,67 @@
-"""metrics.jsonl: one dictionary a step."""
+"""metrics.jsonl, one dictionary a step, and the progress bar."""
 
 import contextlib
 import json
 import math
 import os
+import time
 from pathlib import Path
 
 from runtime.processes import on_first, rank
 from utils import UserError, write_atomic
 
+# ruff: isort: split
+from tqdm import tqdm
 
-def open_metrics(out, step):
-    """Open `metrics.jsonl` for appending, cut back to the lines before `step` (after a resume).
 
-    Raises `UserError` when one of these lines is missing. Only the first process writes.
+class Log:
+    """The lines of `out`/metrics.jsonl from step `first` on, and a progress bar.
+
+    After a resume the file is cut back to the steps before `first`; `UserError` when one of them
+    is not there. Only the first process's lines are written.
     """
-    path = Path(out) / "metrics.jsonl"
-    on_first(lambda: _cut_back(path, step))
-    if rank() > 0:
-        return open(os.devnull, "w")
-    return open(path, "a", buffering=1)
+
+    def __init__(self, out, first, total, label):
+        path = Path(out) / "metrics.jsonl"
+        on_first(lambda: _cut_back(path, first))
+        self.file = open(os.devnull if rank() else path, "a", buffering=1)  # noqa: SIM115, for good
+        self.bar = tqdm(total=total, initial=first, desc=label, unit="step")
+
+    def write(self, metrics, started):
+        """One dictionary, one line; wall-clock keys live under `time/`, all else is deterministic.
+
+        metrics: {name: number}; started: `time.perf_counter()` at the step's start.
+        """
+        for key, value in metrics.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(
+                    f"step {metrics['step']}: {key} is {value}; lower --lr and start again in "
+                    "another --out"
+                )
+        seconds = time.perf_counter() - started
+        self.file.write(json.dumps(metrics | {"time/step": seconds}) + "\n")
+        self.bar.set_postfix(
+            upper=metrics["upper_loss"], lower=metrics["lower_loss"], refresh=False
+        )
+        self.bar.update()
+
+    def close(self):
+        self.file.close()
+        self.bar.close()
 
 
 def _cut_back(path, step):
-    path.touch()
     kept = []
-    for line in path.read_text(errors="replace").splitlines()[:step]:
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # damaged
-            if json.loads(line)["step"] == len(kept):
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(
+            ValueError, TypeError, KeyError
+        ):  # half a line after a kill
+            if json.loads(line)["step"] == len(kept) < step:
                 kept.append(line + "\n")
     if len(kept) < step:
         raise UserError(
-            f"{path}: the line of step {len(kept)} is missing or damaged, and the checkpoint was "
-            f"saved after {step} steps; restore the file, or delete the checkpoints after step "
-            f"{len(kept)} to go on from there"
+            f"{path}: the line of step {len(kept)} is missing or damaged, and the checkpoint has "
+            f"step {step}; restore the file, or delete the checkpoints after step {len(kept)}"
         )
     write_atomic(path, "".join(kept))
-
-
-def log_metrics(file, metrics):
-    """Write one dictionary as one line. Keys under `time/` hold wall-clock times, all other values
-    are deterministic. Raises `UserError` for a number that is not finite."""
-    for key, value in metrics.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(
-                f"step {metrics['step']}: {key} is {value}; lower --lr and start again in another "
-                "--out"
-            )
-    file.write(json.dumps(metrics) + "\n")

@@ -2,10 +2,11 @@
 
 import json
 import math
+import time
 
 import pytest
 
-from runtime import log
+from runtime.log import Log
 from utils import UserError
 
 LINES = ['{"step": 0}', '{"step": 1}', '{"step": 2}']
@@ -18,32 +19,33 @@ def file(tmp_path):
     return path
 
 
+def values_of(step, loss):
+    return {"step": step, "upper_loss": loss, "lower_loss": loss}
+
+
 def test_lines_after_the_checkpoint_are_cut_off(tmp_path, file):
-    with log.open_metrics(tmp_path, 2) as metrics:
-        log.log_metrics(metrics, {"step": 2, "loss": 0.5})
+    log = Log(tmp_path, 2, 3, "run")
+    log.write(values_of(2, 0.5), time.perf_counter())
+    log.close()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert lines == [{"step": 0}, {"step": 1}, {"step": 2, "loss": 0.5}]
-    log.open_metrics(tmp_path, 0).close()
+    assert lines[2].pop("time/step") >= 0
+    assert lines == [{"step": 0}, {"step": 1}, values_of(2, 0.5)]
+    Log(tmp_path, 0, 3, "run").close()
     assert file.read_text() == ""
 
 
-@pytest.mark.parametrize(
-    "content",
-    [None, b"", b'{"step": 1}\n', b"\0" * 30, b'\xff{"step": 0}\n', b"3\n", b"[3]\n"],
-)
-def test_missing_lines_are_one_line(tmp_path, file, content):
+@pytest.mark.parametrize("content", [None, b"", b'{"step": 1}\n', b"\0" * 30, b"3\n", b"[3]\n"])
+def test_missing_lines_are_refused(tmp_path, file, content):
     if content is None:
         file.unlink()
     else:
         file.write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"metrics.jsonl: the line of step 0 is missing"
-    ):
-        log.open_metrics(tmp_path, 2)
+    with pytest.raises(UserError):
+        Log(tmp_path, 2, 3, "run")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused(tmp_path, value):
-    metrics = log.open_metrics(tmp_path, 0)
-    with metrics, pytest.raises(UserError, match=r"step 3: loss is .*lower --lr"):
-        log.log_metrics(metrics, {"step": 3, "loss": value})
+    log = Log(tmp_path, 0, 3, "run")
+    with pytest.raises(UserError):
+        log.write(values_of(0, value), time.perf_counter())

@@ -30,10 +30,10 @@ from data import sets
 from runtime import command, log, processes
 
 runs, facts, kill = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:]
-log_metrics, shard = log.log_metrics, models.shard
+write, shard = log.Log.write, models.shard
 
-def log_or_die(file, values):
-    log_metrics(file, values)
+def log_or_die(self, values, started):
+    write(self, values, started)
     if last and kill and (processes.rank(), values["step"]) == (int(kill[0]), int(kill[1])):
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,7 +43,7 @@ def shard_and_tell(model, device):
     facts.with_suffix(f".{processes.rank()}").write_text(json.dumps({
         "here": sum(p.to_local().numel() for p in split), "all": sum(p.numel() for p in split)}))
 
-log.log_metrics, models.shard = log_or_die, shard_and_tell
+log.Log.write, models.shard = log_or_die, shard_and_tell
 
 def main():
     global last
