@@ -7,6 +7,7 @@ loss. A sequence is one such row; a preference pair holds two.
 import functools
 import math
 
+from data.tokens import TOKEN_COLUMNS
 from runtime.processes import all_sum, in_step, rank, world_size
 from utils import content_hash
 
@@ -17,9 +18,11 @@ from tqdm import tqdm
 from logprobs import pack, sequence_logprobs
 from models import is_sharded
 
-TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
-SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
+SPARE_ROW = {
+    "input_ids": [0, 0],
+    "trained": [0, 1],
+}  # runs a forward whose result is not used
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -71,19 +74,17 @@ def tokens_only(rows):
     """The columns that `pack` reads: what is not selected is not copied out of the Arrow file."""
     if isinstance(rows, list):
         return rows
-    return rows.select_columns([name for name in rows.column_names if name in TOKEN_COLUMNS])
+    return rows.select_columns(
+        [name for name in rows.column_names if name in TOKEN_COLUMNS]
+    )
 
 
 def take(rows, indices):
     """The rows at `indices` (a tensor or list) as a list of dictionaries, in one read."""
     columns = rows[[int(i) for i in indices]]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def each_row(rows, *columns):
-    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
-    for block in rows.select_columns([*columns]).iter(batch_size=10_000):
-        yield from zip(*(block[name] for name in columns), strict=True)
+    return [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def sequences(rows):
@@ -93,7 +94,10 @@ def sequences(rows):
         if "rejected_input_ids" not in row:
             flat.append(row)
             continue
-        rejected = {"input_ids": row["rejected_input_ids"], "trained": row["rejected_trained"]}
+        rejected = {
+            "input_ids": row["rejected_input_ids"],
+            "trained": row["rejected_trained"],
+        }
         flat += [row, rejected]
     return flat
 
@@ -129,7 +133,9 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
-    for places in in_step(_own_places(len(upper_rows), len(lower_rows), micro_batch), sharded):
+    for places in in_step(
+        _places_here(len(upper_rows), len(lower_rows), micro_batch), sharded
+    ):
         upper, lower = places or ([], [])
         packed = []
         for rows, level in ((upper_rows, upper), (lower_rows, lower)):
@@ -139,7 +145,7 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
             yield upper, lower, packed or [SPARE_ROW]
 
 
-def _own_places(num_upper, num_lower, micro_batch):
+def _places_here(num_upper, num_lower, micro_batch):
     """Places of this process's rows of both levels, at most `micro_batch` of each at a time."""
     upper = range(rank(), num_upper, world_size())
     lower = range(rank(), num_lower, world_size())

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import detect
 import models
-from batches import answer_row, each_row, prompt_of, response_of, row_losses
+from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
-from data.sets import first_places
+from data.sets import each_row, first_places
 from data.tokens import LABELS, response_text
 from generate import generate
 from ranking import behind_blank, blank_prompt
@@ -28,7 +28,9 @@ from utils import UserError, write_jsonl
 # ruff: isort: split
 import torch
 
-MIN_CALIBRATION = 20  # held-out rows in each half; with fewer a 95th percentile says nothing
+MIN_CALIBRATION = (
+    20  # held-out rows in each half; with fewer a 95th percentile says nothing
+)
 MAX_CALIBRATION = 400
 QUANTILE = 0.95
 
@@ -85,7 +87,7 @@ def well_formed(prompt, tokens, complete):
 
 
 def recommend(margin, threshold, fine):
-    """"refined", "original" or "undecided" for one row.
+    """ "refined", "original" or "undecided" for one row.
 
     margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
@@ -128,36 +130,43 @@ def calibrate(model, held_out, sampling, blank):
     written = greedy(model, prompts, sampling, "trusted prompts")
     new = [tokens for tokens, _ in written]
     margins = scores(model, prompts, new, blank) - scores(model, prompts, trusted, blank)
-    fine = [well_formed(prompt, *answer) for prompt, answer in zip(prompts, written, strict=True)]
+    fine = [
+        well_formed(prompt, *answer)
+        for prompt, answer in zip(prompts, written, strict=True)
+    ]
     half = torch.arange(len(rows)) % 2 == 0
     threshold = max(0.0, torch.quantile(margins[half], QUANTILE).item())
     replaced = torch.tensor(fine) & (margins > threshold)
     return threshold, replaced[~half].double().mean().item()
 
 
-def refine(model, tokenizer, rows, held_out, sampling, blank, template):
-    """A greedy answer to each of these rows, and what to do with it.
+def refine(run, rows, sampling, template):
+    """A greedy answer to each of these rows, a list of tokenised ones, and what to do with it.
 
-    rows: a list of tokenised rows; held_out: trusted rows; blank: `ranking.blank_prompt`. Returns
-    [`Refined`, one a row], and what `calibrate` says.
+    Returns [`Refined`, one a row], and what `calibrate` says.
     """
+    model = run.learner.model
+    blank = blank_prompt(run.rows.lower)
     prompts = [prompt_of(row) for row in rows]
     original = [response_of(row) for row in rows]
     written = greedy(model, prompts, sampling, "refining")
     new = [tokens for tokens, _ in written]
-    threshold, false_rate = calibrate(model, held_out, sampling, blank)
+    threshold, false_rate = calibrate(model, run.rows.upper_heldout, sampling, blank)
     margins = scores(model, prompts, new, blank) - scores(model, prompts, original, blank)
     answered = [answer_row(prompt, y) for prompt, y in zip(prompts, new, strict=True)]
     losses, lengths = row_losses(model, answered)
     logps = -(losses * lengths)
     refined = []
     for i, (tokens, complete) in enumerate(written):
-        text = response_text(tokenizer, tokens, template)
+        text = response_text(run.tokenizer, tokens, template)
         fine = bool(text) and well_formed(prompts[i], tokens, complete)
         margin = margins[i].item()
         choice = recommend(margin, threshold, fine)
         refined.append(Refined(text, choice, margin, logps[i].item()))
-    return refined, {"refined/threshold": threshold, "refined/false_replacement": false_rate}
+    return refined, {
+        "refined/threshold": threshold,
+        "refined/false_replacement": false_rate,
+    }
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -179,15 +188,20 @@ def current_logps(model, buffer):
 def write_curated(path, lower, ranked, buffer, current, refined):
     """Write `curated.jsonl`, best row first; its columns are those of docs/glossary.md.
 
-    ranked: columns (N,) by name, with rank; buffer {position: `Answers` of train_online.py}; current: of
-    `current_logps`; refined {position: `Refined`}.
+    ranked: columns (N,) by name, with rank; buffer {position: `Answers` of train_online.py};
+    current: see `current_logps`; refined {position: `Refined`}.
     """
 
     def line(p):
         row = lower[p]
         entry = {name: row[name] for name in ("row_id", "hash", "prompt", "response")}
         entry |= {name: values[p].item() for name, values in ranked.items()}
-        entry |= {"refined": None, "recommended": "original", "margin": None, "refined_logp": None}
+        entry |= {
+            "refined": None,
+            "recommended": "original",
+            "margin": None,
+            "refined_logp": None,
+        }
         entry |= dict.fromkeys(("generated_at", "ratio", "logps", "old_logps"))
         if p in refined:
             entry |= vars(refined[p])
@@ -207,21 +221,25 @@ def write_curated(path, lower, ranked, buffer, current, refined):
         write_jsonl(path, (line(p) for p in order))
 
 
-def curated_set(model, tokenizer, rows, ranked, buffer, places, sampling, template, path):
+def curated_set(run, places, buffer, ranked, sampling, template):
     """Answer the rows at `places` once more, greedily, and write `curated.jsonl`.
 
-    rows: the `Rows` of a run; ranked: see `write_curated`. Returns metrics for the result.
+    run: the `session.Run`; buffer, ranked: see `write_curated`. Returns metrics for the result.
     """
-    bottom = [rows.lower[p] for p in places]
-    blank = blank_prompt(rows.lower)
-    answers, metrics = refine(
-        model, tokenizer, bottom, rows.upper_heldout, sampling, blank, template
-    )
+    model = run.learner.model
+    lower = run.rows.lower
+    bottom = [lower[place] for place in places]
+    answers, metrics = refine(run, bottom, sampling, template)
     refined = dict(zip(places, answers, strict=True))
     current = current_logps(model, buffer)
-    write_curated(path, rows.lower, ranked, buffer, current, refined)
+    write_curated(run.out / "curated.jsonl", lower, ranked, buffer, current, refined)
     choices = [answer.recommended for answer in answers]
     metrics["refined/answers"] = len(choices)
     for choice in ("refined", "original", "undecided"):
         metrics[f"refined/{choice}"] = choices.count(choice)
+    print(
+        f"{choices.count('refined')} of {len(choices)} rewritten answers are recommended; on "
+        "trusted held-out prompts the rule replaces a right answer at a rate of "
+        f"{metrics['refined/false_replacement']}"
+    )
     return metrics

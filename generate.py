@@ -43,8 +43,18 @@ class _SeededSampler(LogitsProcessor):
 
 
 @torch.no_grad()
-def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, batch_size=64,
-             label=None, static_cache=None):
+def generate(
+    model,
+    prompts,
+    seeds,
+    *,
+    max_new_tokens,
+    temperature,
+    end_ids,
+    batch_size=64,
+    label=None,
+    static_cache=None,
+):
     """One answer for each prompt.
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
@@ -70,7 +80,9 @@ def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, bat
         pad_token_id=min(end_ids),
     )
     hidden = True if label is None else None
-    bar = tqdm(total=len(prompts), desc=label, disable=hidden, unit="answer", delay=2, leave=False)
+    bar = tqdm(
+        total=len(prompts), desc=label, disable=hidden, unit="answer", delay=2, leave=False
+    )
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])
@@ -126,7 +138,9 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         mask[row, width - len(prompt) :] = 1
     processors = LogitsProcessorList()
     if temperature > 0:
-        draws = [torch.rand(config.max_new_tokens, generator=seeded(seed)) for seed in seeds]
+        draws = [
+            torch.rand(config.max_new_tokens, generator=seeded(seed)) for seed in seeds
+        ]
         uniforms = torch.stack(draws).to(model.device)
         processors.append(_SeededSampler(uniforms, width, temperature))
     output = model.generate(
@@ -156,7 +170,8 @@ def _own_generation_config(model, config):
     causal_lm.generation_config = config
     # The prompts' last hidden states are a view with gaps: torch would copy the head once a row.
     hook = causal_lm.get_output_embeddings().register_forward_pre_hook(
-        lambda head, inputs: (inputs[0].contiguous(),))
+        lambda head, inputs: (inputs[0].contiguous(),)
+    )
     training = model.training
     model.eval()
     try:

@@ -19,7 +19,9 @@ from utils import UserError, first_line
 # ruff: isort: split
 import torch
 
-BF16_FROM = 512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
+BF16_FROM = (
+    512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
+)
 
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
@@ -183,14 +185,6 @@ def _switch_off_dropout(model):
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
-
-
-def find_adapter(name):
-    """`UserError` unless a folder holds an adapter; a hub name is looked up. Nothing is loaded."""
-    if not _is_path(name):
-        hub_answers("model_info", name, "adapter")
-    elif not os.path.exists(os.path.join(name, "adapter_config.json")):
-        raise UserError(f"{name}: no LoRA adapter (no adapter_config.json); a run's is in adapter/")
 
 
 def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
@@ -410,7 +404,9 @@ def shard(model, device):
     fully_shard(backbone, mesh=mesh, ignored_params=whole)
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(device)
-    bare(model)._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
+    bare(
+        model
+    )._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
 
 
 def is_sharded(model):
@@ -421,7 +417,9 @@ def is_sharded(model):
 def save_adapter(model, folder):
     """The PEFT adapter in PEFT's own files, in place at once or not at all."""
     config = model.peft_config["default"]
-    if isinstance(config.target_modules, set):  # saved in the order of the set: another every time
+    if isinstance(
+        config.target_modules, set
+    ):  # saved in the order of the set: another every time
         config.target_modules = sorted(config.target_modules)
     partial = Path(folder).with_name(f".{Path(folder).name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

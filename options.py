@@ -29,7 +29,9 @@ QUALITY = {"lower": f"{RECIPES}/alpaca-cleaned.jsonl", "upper": f"{RECIPES}/open
 SAFETY = {"lower": f"{RECIPES}/redorca.jsonl", "upper": f"{RECIPES}/blueorca.jsonl"}
 LLAMA = PAPER | {"model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower_limit": 56000}
 PRESETS = {
-    "pythia-1b-quality": PAPER | QUALITY | {"model": "EleutherAI/pythia-1b", "lower_limit": 9600},
+    "pythia-1b-quality": PAPER
+    | QUALITY
+    | {"model": "EleutherAI/pythia-1b", "lower_limit": 9600},
     "llama3-8b-quality": LLAMA | QUALITY,
     "llama3-8b-safety": LLAMA | SAFETY,
     # A tiny model, and hundreds of steps where the paper takes thousands.
@@ -41,7 +43,14 @@ PRESETS = {
         "max_length": 128,
     },
 }
-OF_BDS = ("rho_start", "rho_step", "omega_lr", "omega_optimizer", "omega_loss", "correction")
+OF_BDS = (
+    "rho_start",
+    "rho_step",
+    "omega_lr",
+    "omega_optimizer",
+    "omega_loss",
+    "correction",
+)
 
 
 def add_arguments(parser):
@@ -60,7 +69,11 @@ def add_arguments(parser):
         "that multiply it, else float32; the adapter is float32",
     )
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
-    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="less memory, a third more time",
+    )
     add(
         "--fsdp",
         action="store_true",
@@ -68,14 +81,24 @@ def add_arguments(parser):
     )
     add = parser.add_argument_group("theta").add_argument
     add("--lr", type=float, default=2e-4, help="beta, step size of theta (5e-6)")
-    add("--clip", type=float, default=1.0, help="largest gradient norm of theta; inf: no clipping")
+    add(
+        "--clip",
+        type=float,
+        default=1.0,
+        help="largest gradient norm of theta; inf: no clipping",
+    )
     add("--batch", type=int, default=32, help="rows of each level a step (32)")
     add("--micro-batch", type=int, default=8, help="rows of each level a forward (8)")
     add("--epochs", type=int, default=3, help="passes over the lower rows (3)")
     add = parser.add_argument_group("omega").add_argument
     add("--rho-start", type=float, default=0.1, help="rho of the first epoch (0.1)")
     add("--rho-step", type=float, default=0.1, help="rho's growth an epoch (0.1)")
-    add("--omega-lr", type=float, default=10.0, help="alpha, step size of omega (1e-4 with adam)")
+    add(
+        "--omega-lr",
+        type=float,
+        default=10.0,
+        help="alpha, step size of omega (1e-4 with adam)",
+    )
     add(
         "--omega-optimizer",
         choices=("adam", "sgd"),
@@ -95,10 +118,19 @@ def add_arguments(parser):
         help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1 (0)",
     )
     add = parser.add_argument_group("run").add_argument
-    add("--preset", choices=PRESETS, help="the paper's published values; toy: for the embedded toy")
+    add(
+        "--preset",
+        choices=PRESETS,
+        help="the paper's published values; toy: for the embedded toy",
+    )
     add("--out", default="runs/latest", help="run folder")
     add("--seed", type=int, default=0)
-    add("--keep-fraction", type=float, default=0.8, help="share of the lower rows marked kept")
+    add(
+        "--keep-fraction",
+        type=float,
+        default=0.8,
+        help="share of the lower rows marked kept",
+    )
     add("--save-every", type=int, default=200, help="steps between checkpoints")
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
 
@@ -119,11 +151,19 @@ def add_data_arguments(group):
     add("--lower-heldout", help="clean rows of the lower level's kind, never trained on")
     for level in ("lower", "upper"):
         add(
-            f"--{level}-columns", help="names of unknown columns: prompt=question,response=answer"
+            f"--{level}-columns",
+            help="names of unknown columns: prompt=question,response=answer",
         )
         add(f"--{level}-limit", type=int, help="a seeded random subset of so many rows")
-    add("--template", help=f"plain template (default: the chat template, else {TEMPLATE!r})")
-    add("--turns", choices=("last", "all"), default="last", help="assistant turns that carry loss")
+    add(
+        "--template", help=f"plain template (default: the chat template, else {TEMPLATE!r})"
+    )
+    add(
+        "--turns",
+        choices=("last", "all"),
+        default="last",
+        help="assistant turns that carry loss",
+    )
     add(
         "--max-length",
         type=int,
@@ -145,7 +185,9 @@ def parse(parser, argv, presets=PRESETS):
     Where no rows and no model are named, they are those of the embedded toy, as files.
     """
     first, _ = parser.parse_known_args(argv)
-    named = [name for name in ("lower", "upper", "model") if getattr(first, name) is not None]
+    named = [
+        name for name in ("lower", "upper", "model") if getattr(first, name) is not None
+    ]
     toy = not named and first.preset in (None, "toy")
     if toy or first.preset:
         parser.set_defaults(**presets["toy" if toy else first.preset])
@@ -202,7 +244,9 @@ def report_unread(args, given):
         unread.append("epochs")
     if getattr(args, "refine", None) == "drop":
         unread += ["num_answers", "ratio"]
-    flags = [f"--{name.replace('_', '-')}" for name in unread if getattr(given, name) is not None]
+    flags = [
+        f"--{name.replace('_', '-')}" for name in unread if getattr(given, name) is not None
+    ]
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")
 
@@ -211,7 +255,9 @@ def check_values(args):
     """`UserError` for a value that no run can have, whatever the data."""
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
-    at_least_one(args, "batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha")
+    at_least_one(
+        args, "batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha"
+    )
     at_least_one(args, "max_length")
     for name in ("lr", "omega_lr"):
         if not 0 <= getattr(args, name) <= 1e30:  # float32 ends at 3e38

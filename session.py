@@ -29,7 +29,9 @@ from tqdm import tqdm
 
 # What a resumed run may change: training stays the same. keep_fraction moves `kept`.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "cache_dir", "keep_fraction", "fsdp")
-SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report
+SHOWN = (
+    60  # rows at either end of the ranking whose text the run folder keeps, for the report
+)
 
 
 # --- the records of a run -------------------------------------------------------------------------
@@ -101,11 +103,63 @@ class Learner:
             self.optimizer_hat.load_state_dict(state["theta_hat"])
 
 
+@dataclass(frozen=True)
+class Base:
+    """What the model says before training: {"base/KEY": value}, and losses (N,) of lower rows."""
+
+    metrics: dict
+    losses: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `set_up` makes of the arguments, for the loop and what follows it.
+
+    reference: {"upper", "upper_heldout": margins of DPO's reference (n,), or None}; saved: the
+    state of the last checkpoint, or None; out: the run folder.
+    """
+
+    tokenizer: object
+    rows: Rows
+    plan: Plan
+    learner: Learner
+    selector: Selector
+    reference: dict
+    base: Base
+    out: Path
+    saved: dict | None
+
+    @property
+    def first_step(self):
+        return 0 if self.saved is None else self.saved["step"]
+
+
 # --- before the first step ------------------------------------------------------------------------
 
 
-def read_rows(args, tokenizer, config):
+def set_up(args, device, tokenizer, rows, plan):
+    """`Run`: the model and what trains it, the run folder, what was true before training."""
+    learner = make_learner(args, device)
+    model = learner.model
+    selector = Selector(
+        plan.num_rows,
+        args.omega_lr,
+        args.omega_optimizer,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    out, saved = open_run(args, rows, learner, selector)
+    reference = dict.fromkeys(("upper", "upper_heldout"))
+    if args.upper_loss == "dpo":
+        pairs = {name: getattr(rows, name) for name in reference}
+        reference = reference_margins(model, pairs, out)
+    base = measure_base(args, rows, model, reference, out, resumed=saved is not None)
+    return Run(tokenizer, rows, plan, learner, selector, reference, base, out, saved)
+
+
+def read_rows(args, tokenizer):
     """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
+    config = models.load_config(args.model)
     levels = sets.load_levels(args, tokenizer, models.context_length(config))
     lower = levels.lower
     if getattr(args, "keep", None):
@@ -114,12 +168,14 @@ def read_rows(args, tokenizer, config):
         if not places:
             raise UserError(f"{args.keep}: keeps none of the {len(kept)} lower rows")
         lower = lower.select(places)
-    rows = Rows(lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout)
+    rows = Rows(
+        lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
+    )
     sets.check_vocabulary(rows.by_name(), config)
-    for name, own in rows.by_name().items():
-        tokens = int(sets.row_lengths(own).sum())
+    for name, level in rows.by_name().items():
+        tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(levels.reports.get(name, {}))
-        print(f"{name}: {len(own)} rows, {tokens} tokens{report}")
+        print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
     print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
     return rows
 
@@ -133,7 +189,9 @@ def make_plan(args, lower):
     if budget is not None:
         total_steps = budget_steps(budget, sets.row_lengths(lower), args.batch, args.seed)
     if round(args.keep_fraction * num_rows) == 0:
-        raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the {num_rows} rows")
+        raise UserError(
+            f"--keep-fraction {args.keep_fraction}: keeps none of the {num_rows} rows"
+        )
     count = processes.world_size()
     forwards = math.ceil(args.batch / count / args.micro_batch)
     print(
@@ -152,10 +210,12 @@ def budget_steps(budget, lengths, batch, seed):
     return epochs * len(read) + int((read <= rest).sum()) + 1
 
 
-def make_learner(args, device, corrects):
+def make_learner(args, device):
     """Model, adapter and optimisers. Draws from torch's global generator, which it seeds."""
     folder.seed_everything(args.seed)
-    base = models.load_model(args.model, device, args.dtype, args.four_bit, on_host=args.fsdp)
+    base = models.load_model(
+        args.model, device, args.dtype, args.four_bit, on_host=args.fsdp
+    )
     # The scales of a 4-bit base stand in its state.
     tensors = dict(base.named_buffers()) | base.state_dict()
     fingerprints = {"base_weights": folder.fingerprint(tensors)}
@@ -169,7 +229,7 @@ def make_learner(args, device, corrects):
     theta = list(trained.values())
     optimizer = torch.optim.Adam(theta, lr=args.lr)
     theta_hat = optimizer_hat = None
-    if corrects:
+    if args.correction and args.method in ("bds", "online"):
         theta_hat = models.add_twin(model, "theta_hat")
         optimizer_hat = torch.optim.Adam(theta_hat, lr=args.lr)
     if args.fsdp:
@@ -187,20 +247,13 @@ def warn_of_other_base(adapter, base_weights):
         print(f"warning: {adapter}: began on other base weights or in another dtype")
 
 
-def make_selector(args, num_rows, model):
-    """omega, zero everywhere."""
-    return Selector(
-        num_rows, args.omega_lr, args.omega_optimizer, dtype=model.dtype, device=model.device
-    )
-
-
 def open_run(args, rows, learner, selector):
     """(run folder, the state of its last checkpoint or None): made anew, or continued."""
     model = learner.model
     config = {
         "args": vars(args),
         "environment": folder.environment(model.device, model.dtype),
-        "data": {name: sets.rows_hash(own) for name, own in rows.by_name().items()},
+        "data": {name: sets.rows_hash(level) for name, level in rows.by_name().items()},
         "model": learner.fingerprints,
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
@@ -211,27 +264,12 @@ def open_run(args, rows, learner, selector):
     return out, saved
 
 
-def preference_margins(args, rows, model, out):
-    """{"upper", "upper_heldout": the reference's margins of DPO, or None for plain rows}."""
-    names = ("upper", "upper_heldout")
-    if args.upper_loss != "dpo":
-        return dict.fromkeys(names)
-    pairs = {name: getattr(rows, name) for name in names}
-    return reference_margins(model, pairs, out)
-
-
-@dataclass(frozen=True)
-class Base:
-    """What the model says before training: {"base/KEY": value}, and losses (N,) of lower rows."""
-
-    metrics: dict
-    losses: torch.Tensor
-
-
 def measure_base(args, rows, model, reference, out, resumed):
     """`Base`, computed once and kept in the run folder."""
     file = out / "weights" / "base_losses.safetensors"
-    losses = folder.read_once(file, lambda path: load_file(path)["losses"].view(len(rows.lower)))
+    losses = folder.read_once(
+        file, lambda path: load_file(path)["losses"].view(len(rows.lower))
+    )
     if losses is None:
         with _before_training(args, model, file, resumed):
             losses, _ = row_losses(model, rows.lower, label="base losses")
@@ -248,7 +286,8 @@ def measure_base(args, rows, model, reference, out, resumed):
 
 def _before_training(args, model, file, resumed):
     """The model as it was before its first step, while `file` is made, after a resume too."""
-    if args.adapter is None:  # a fresh adapter adds exact zeros: without it, bit for bit equal
+    if args.adapter is None:
+        # A fresh adapter adds exact zeros: without it, the model is the same bit for bit.
         return model.disable_adapter()
     if resumed:
         raise UserError(
@@ -349,65 +388,64 @@ class Judged:
     implicit: torch.Tensor
 
 
-def judge_rows(args, rows, learner, base):
+def judge_rows(args, run):
     """`Judged` by the losses under the final model; omega is for the scripts to put in front."""
-    model = learner.model
-    losses, lengths = row_losses(model, rows.lower, label="final losses")
-    scores = {"final": -losses, "base": -base.losses, "length": lengths}
-    columns = {"base_loss": base.losses, "final_loss": losses, "length": lengths}
+    model = run.learner.model
+    lower = run.rows.lower
+    losses, lengths = row_losses(model, lower, label="final losses")
+    scores = {"final": -losses, "base": -run.base.losses, "length": lengths}
+    columns = {"base_loss": run.base.losses, "final_loss": losses, "length": lengths}
     implicit = -losses
-    if learner.theta_hat is not None:
+    if run.learner.theta_hat is not None:
         with models.adapter(model, "theta_hat"):
-            attainable, _ = row_losses(model, rows.lower, label="attainable losses")
+            attainable, _ = row_losses(model, lower, label="attainable losses")
         implicit = args.correction * attainable - losses
         scores["corrected"] = implicit
         columns["attainable_loss"] = attainable
     return Judged(scores, columns, implicit)
 
 
-def result_of(args, rows, model, base, judged):
-    """The metrics of result.json that need no ranking."""
-    last = processes.on_first(lambda: read_jsonl(f"{args.out}/metrics.jsonl")[-1])
-    held_out = [key.removeprefix("base/") for key in base.metrics]
+def result_of(args, run, judged, kept):
+    """The metrics of result.json; kept (N,) bool."""
+    lower = run.rows.lower
+    model = run.learner.model
+    last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
+    held_out = [key.removeprefix("base/") for key in run.base.metrics]
     losses = judged.columns["final_loss"]
     lengths = judged.columns["length"]
     result = {
         "method": args.method,
         "seed": args.seed,
-        "rows": len(rows.lower),
-        "lower_tokens": int(sets.row_lengths(rows.lower).sum()),
+        "rows": len(lower),
+        "lower_tokens": int(sets.row_lengths(lower).sum()),
         "dtype": str(model.dtype).removeprefix("torch."),
-        **base.metrics,
+        **run.base.metrics,
         **{key: last[key] for key in held_out},
-        **mean_losses(losses, lengths, "lower_original"),
     }
+    if run.rows.all_lower is lower:
+        result |= mean_losses(losses, lengths, "lower_original")
+        result |= mean_losses(losses[kept], lengths[kept], "lower_kept")
+    else:  # the same rows for every method, and the selection that this run was given
+        every = row_losses(model, run.rows.all_lower, label="all lower losses")
+        result |= mean_losses(*every, "lower_original")
+        result |= mean_losses(losses, lengths, "lower_kept")
     for key, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(
-                f"{args.out}: {key} under the final model is {value}; lower --lr and start again "
+                f"{run.out}: {key} under the final model is {value}; lower --lr and start again "
                 "in another --out"
             )
     return result
 
 
-def kept_losses(rows, model, judged, kept):
-    """Mean losses of the rows a run keeps; of a run on kept rows, also those of all lower rows."""
-    losses = judged.columns["final_loss"]
-    lengths = judged.columns["length"]
-    if rows.all_lower is rows.lower:
-        return mean_losses(losses[kept], lengths[kept], "lower_kept")
-    # The same rows for every method, and the selection that this run was given.
-    every = row_losses(model, rows.all_lower, label="all lower losses")
-    return mean_losses(losses, lengths, "lower_kept") | mean_losses(*every, "lower_original")
-
-
-def write_ranking(args, lower, judged, out):
+def write_ranking(run, judged, keep_fraction):
     """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
     score = next(iter(judged.scores.values()))
-    path = out / "weights.jsonl"
-    ranks, kept = ranking.write_ranking(path, lower, score, args.keep_fraction, judged.columns)
+    path = run.out / "weights.jsonl"
+    lower = run.rows.lower
+    ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
     if processes.rank() == 0:
-        write_shown(out, lower, ranks)
+        write_shown(run.out, lower, ranks)
     return {"rank": ranks, "kept": kept, **judged.columns}
 
 
@@ -423,18 +461,18 @@ def write_shown(out, lower, ranks):
     write_jsonl(out / "shown.jsonl", entries)
 
 
-def save_and_print(model, out, result, labels, scores):
+def save_and_print(run, result, labels, scores):
     """The adapter, the tables, result.json and the RESULT line."""
     if processes.rank() > 0:
         return
-    models.save_adapter(model, out / "adapter")
+    models.save_adapter(run.learner.model, run.out / "adapter")
     if labels:
         ranking.print_label_table(labels, scores)
     print(table(["metric", "value"], list(result.items())))
     result = result | labels
-    file = out / "result.json"
+    file = run.out / "result.json"
     text = json.dumps(result, indent=2) + "\n"
     if file.exists() and file.read_text() != text:  # ended before, with other kept rows
-        (out / "losses.json").unlink(missing_ok=True)
+        (run.out / "losses.json").unlink(missing_ok=True)
     write_atomic(file, text)
     print("RESULT " + json.dumps(result), flush=True)

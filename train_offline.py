@@ -23,16 +23,17 @@ Deviations from the text of the paper, each with its reason:
     rows cycle through permutations of their own; neither set is cut to the other's length.
  6. Adam is torch's, betas (0.9, 0.999), no weight decay; theta's gradient is clipped at norm 1
     (unpublished; the authors' library does it).
- 7. `--correction A`, beyond the paper and off by default, takes C_i = L_i(theta) - A L_i(theta_hat),
-    where theta_hat is a second adapter that descends the weighted lower loss alone. A = 1 is the
-    penalty without Assumption 1 (separable data): gamma (sum sigma_i L_i(theta) - min_theta' sum
-    sigma_i L_i(theta')), whose omega gradient holds theta' fixed (Danskin). A = 0 is the paper's
-    penalty. theta's own gradient is the same for every A.
+ 7. `--correction A`, beyond the paper and off by default, takes C_i = L_i(theta) -
+    A L_i(theta_hat), where theta_hat is a second adapter that descends the weighted lower loss
+    alone. A = 1 is the penalty without Assumption 1 (separable data), gamma (sum sigma_i
+    L_i(theta) - min_theta' sum sigma_i L_i(theta')); its omega gradient holds theta' fixed
+    (Danskin). A = 0 is the paper's penalty. theta's own gradient is the same for every A.
 """
 
 import argparse
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import batches
 import models
@@ -74,13 +75,17 @@ def parse_args(argv=None):
     options.add_arguments(parser)
     args = options.parse(parser, argv)
     if args.rho is not None and args.method != "mix":
-        raise UserError("--rho: for --method mix; the rho of bds is --rho-start and --rho-step")
+        raise UserError(
+            "--rho: for --method mix; the rho of bds is --rho-start and --rho-step"
+        )
     if args.rho is None:
         args.rho = 0.5
     if not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
     if args.token_budget is not None and args.method == "bds":
-        raise UserError("--token-budget: for --method mix and sft; rho's schedule counts epochs")
+        raise UserError(
+            "--token-budget: for --method mix and sft; rho's schedule counts epochs"
+        )
     options.at_least_one(args, "token_budget")
     return args
 
@@ -94,8 +99,19 @@ class StepLosses:
     norm: torch.Tensor
 
 
-def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho, *, clip,
-            micro_batch, reference=None):
+def descend(
+    model,
+    parameters,
+    optimizer,
+    upper_batch,
+    lower_batch,
+    weights,
+    rho,
+    *,
+    clip,
+    micro_batch,
+    reference=None,
+):
     """One step of `parameters` on (1 - rho) L_val + rho mean W L            (PBGD-1, deviation 3)
 
     upper_batch, lower_batch: lists of rows; weights (B_low,) W; clip: largest gradient norm;
@@ -114,7 +130,7 @@ def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho
         count = sum(len(upper_rows[i]) for i in up)
         margins = None if reference is None else reference[up]
         upper = upper_losses(logps[:count], lengths[:count], margins)
-        lower = (-logps[count:] / lengths[count:])[: len(low)]         # Eq. SFT_def, deviation 1
+        lower = (-logps[count:] / lengths[count:])[: len(low)]  # Eq. SFT_def, deviation 1
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
         loss = rho * (weights[low] * lower).sum() / len(lower_batch)
         if upper_batch:
@@ -126,48 +142,23 @@ def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho
     return StepLosses(all_sum(upper_all), all_sum(lower_all), norm)
 
 
-def attained_losses(learner, lower_batch, weights, at_next, *, take_step=descend,
-                    measure=row_losses, **limits):
-    """L(theta_hat) (B,) of --correction, and the norm of its gradient      (deviation 7)
-
-    theta_hat first takes its own step on the weighted lower loss alone. take_step, measure: how it
-    descends and how losses are read; train_online.py has its own. limits: of `take_step`.
-    """
+def train(args, run):
+    """The loop: theta and omega in turn, every step logged, the state saved."""
+    rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
     model = learner.model
-    with models.adapter(model, "theta_hat"):
-        losses = take_step(
-            model, learner.theta_hat, learner.optimizer_hat, [], lower_batch, weights, 1.0,
-            **limits,
-        )
-        attained = measure(model, lower_batch)[0] if at_next else losses.lower
-    return attained, losses.norm
-
-
-def main(argv=None):
-    args = parse_args(argv)
-    device = join_processes()
-
-    # --- rows, plan, model, run folder ------------------------------------------------------------
-    tokenizer = models.load_tokenizer(args.model)
-    config = models.load_config(args.model)
-    rows = session.read_rows(args, tokenizer, config)
-    plan = session.make_plan(args, rows.lower)
-    schedule = options.penalties(args, plan.num_epochs)
     bilevel = args.method == "bds"
     at_next = args.omega_loss == "next"
-    learner = session.make_learner(args, device, corrects=bilevel and args.correction > 0)
-    model = learner.model
-    selector = session.make_selector(args, plan.num_rows, model)
-    out, saved = session.open_run(args, rows, learner, selector)
-    reference = session.preference_margins(args, rows, model, out)
-    base = session.measure_base(args, rows, model, reference, out, resumed=saved is not None)
+    schedule = options.penalties(args, plan.num_epochs)
     lower = batches.tokens_only(rows.lower)
-    upper = Upper(None if args.method == "sft" else rows.upper, reference["upper"])
+    upper = Upper(None if args.method == "sft" else rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    first = 0 if saved is None else saved["step"]
-    log = Log(out, first, plan.total_steps, args.method)
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
+    descend_hat = partial(
+        descend, model, learner.theta_hat, learner.optimizer_hat, **limits
+    )
+    log = Log(run.out, run.first_step, plan.total_steps, args.method)
 
-    for step in range(first, plan.total_steps):
+    for step in range(run.first_step, plan.total_steps):
         started = time.perf_counter()
         epoch, k = divmod(step, plan.steps_per_epoch)
         rho, gamma = schedule[epoch]
@@ -180,10 +171,7 @@ def main(argv=None):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
-        losses = descend(
-            model, learner.theta, learner.optimizer, upper_batch, lower_batch, weights, rho,
-            reference=margins, **limits,
-        )
+        losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.lower, rows.lower, places)
 
         # --- omega: one step with C at theta^{k+1}  (PBGD-2) --------------------------------------
@@ -191,9 +179,11 @@ def main(argv=None):
             costs = losses.lower
             if at_next:
                 costs = row_losses(model, lower_batch)[0]
-            if args.correction:
-                attained, norm = attained_losses(learner, lower_batch, weights, at_next, **limits)
-                session.check_finite(step, norm, attained, rows.lower, places)
+            if args.correction:  # deviation 7
+                with models.adapter(model, "theta_hat"):
+                    twin = descend_hat([], lower_batch, weights, 1.0)
+                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                session.check_finite(step, twin.norm, attained, rows.lower, places)
                 costs = costs - args.correction * attained.to(costs)
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
             selector.step(places, costs, gamma)
@@ -201,27 +191,44 @@ def main(argv=None):
         # --- log, evaluate, save ------------------------------------------------------------------
         metrics |= session.loss_metrics(rho, losses.upper, weights * losses.lower)
         metrics["grad_norm"] = losses.norm.item()
-        metrics["tokens"] = batches.count_tokens(lower_batch + batches.sequences(upper_batch))
+        metrics["tokens"] = batches.count_tokens(
+            lower_batch + batches.sequences(upper_batch)
+        )
         if plan.ends_epoch(step):
-            metrics |= session.held_out_metrics(model, rows, reference)
+            metrics |= session.held_out_metrics(model, rows, run.reference)
             if bilevel:
-                metrics |= session.selector_report(selector, out, epoch + 1)
+                metrics |= session.selector_report(selector, run.out, epoch + 1)
         log.write(metrics, started)
         if plan.saves(step, args.save_every):
             state = {"selector": selector.state_dict(), **learner.state_dict()}
-            folder.save_checkpoint(out, step + 1, model, state)
+            folder.save_checkpoint(run.out, step + 1, model, state)
     log.close()
 
-    # --- every lower row ranked, and one table ----------------------------------------------------
-    judged = session.judge_rows(args, rows, learner, base)
-    if bilevel:
-        judged.scores = {"weight": selector.logits.cpu(), **judged.scores}
-    judged.columns = {"weight": ranking.counted_weights(selector), **judged.columns}
-    ranked = session.write_ranking(args, rows.lower, judged, out)
-    result = session.result_of(args, rows, model, base, judged)
-    result |= session.kept_losses(rows, model, judged, ranked["kept"])
-    labels = ranking.label_metrics(rows.lower, judged.scores)
-    session.save_and_print(model, out, result, labels, judged.scores)
+
+def finish(args, run):
+    """Every lower row ranked, the adapter, one table."""
+    judged = session.judge_rows(args, run)
+    if args.method == "bds":
+        judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
+    judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
+    ranked = session.write_ranking(run, judged, args.keep_fraction)
+    result = session.result_of(args, run, judged, ranked["kept"])
+    labels = ranking.label_metrics(run.rows.lower, judged.scores)
+    session.save_and_print(run, result, labels, judged.scores)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device = join_processes()
+    tokenizer = models.load_tokenizer(args.model)
+    rows = session.read_rows(args, tokenizer)
+    plan = session.make_plan(args, rows.lower)
+    options.penalties(
+        args, plan.num_epochs
+    )  # a rho outside (0, 1) is an error before the start
+    run = session.set_up(args, device, tokenizer, rows, plan)
+    train(args, run)
+    finish(args, run)
 
 
 if __name__ == "__main__":

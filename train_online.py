@@ -32,10 +32,10 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 """
 
 import argparse
-import functools
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import batches
@@ -45,7 +45,6 @@ import models
 import options
 import ranking
 import session
-import train_offline
 from generate import generate
 from logprobs import pack, sequence_logprobs
 from runtime import folder
@@ -60,7 +59,6 @@ from utils import UserError
 # ruff: isort: split
 import torch
 
-CURATED = ("rank", "kept", "weight", "masked")  # columns of weights.jsonl that curated.jsonl has
 # Beside the defaults below, which are the published ones of the quality task.
 PRESETS = options.PRESETS | {
     "llama3-8b-safety": options.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}
@@ -78,7 +76,12 @@ def parse_args(argv=None):
         help="static, dynamic, or a ranking file: masked are the rows that it does not keep "
         "(static; safety: dynamic)",
     )
-    add("--ratio-masked", type=float, default=0.1, help="R, share of masked rows (0.05, 0.1, 0.2)")
+    add(
+        "--ratio-masked",
+        type=float,
+        default=0.1,
+        help="R, share of masked rows (0.05, 0.1, 0.2)",
+    )
     add("--num-answers", type=int, default=1, help="G, answers to a masked question (1, 5)")
     add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
@@ -115,36 +118,47 @@ def parse_args(argv=None):
     if not 0 < args.temperature < math.inf:
         raise UserError(f"--temperature {args.temperature}: must be a number above 0")
     if args.turns != "last":
-        raise UserError("--turns all: an online run rewrites one answer a row; use --turns last")
+        raise UserError(
+            "--turns all: an online run rewrites one answer a row; use --turns last"
+        )
     return args
 
 
 # --- lines 3 and 5-8: mask and generate -----------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Masking:
-    """Which rows are masked, and when answers are written.
+    """How rows are masked and answered.
 
-    given (N,) bool: the rows that a file masks, or None; num_masked: rows in the mask; is_ranked:
-    whether the last mask has the rows that weights or a file put last, and is no random sample.
+    given (N,) bool: the rows that a file masks, or None; is_ranked: whether the last mask holds
+    the rows that weights or a file put last, and is no random sample; sampling: of `generate`.
     """
 
+    kind: str
+    ratio: float
     given: torch.Tensor | None
-    num_masked: int
     is_ranked: bool
+    num_answers: int
+    sampling: dict
+
+    def answer(self, model, prompts, names, step):
+        """`answer` with these settings."""
+        label = f"answers of step {step}"
+        return answer(model, prompts, names, step, self.num_answers, self.sampling, label)
 
 
-def plan_masks(args, plan, lower):
+def plan_masks(args, plan, lower, end_ids):
     """`Masking` of a run over the lower rows, printed with the arithmetic."""
     given = None
     num_masked = round(args.ratio_masked * plan.num_rows)
     if args.mask not in ("static", "dynamic"):
         given = ranking.rows_not_kept(lower, args.mask)
         num_masked = int(given.sum())
-        print(f"mask: the {num_masked} of {plan.num_rows} rows that {args.mask} does not keep")
     if num_masked == 0:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {plan.num_rows} rows")
+        raise UserError(
+            f"--ratio-masked {args.ratio_masked}: masks none of {plan.num_rows} rows"
+        )
     if args.first_refresh >= plan.total_steps:
         raise UserError(
             f"--first-refresh {args.first_refresh}: the run has {plan.total_steps} steps, so no "
@@ -152,17 +166,25 @@ def plan_masks(args, plan, lower):
         )
     steps_left = plan.total_steps - 1 - args.first_refresh
     last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
-    if last_refresh == 0 and args.mask == "dynamic":
-        print("warning: the only refresh is before the first step, so the mask is a random one")
-    if last_refresh == 0 and args.refine == "generate":
-        print("warning: the only refresh is before the first step: the untrained model writes all "
-              f"answers; make --k-gen smaller than {plan.total_steps}")
-    if args.refine == "generate":
-        read = min(plan.num_rows, args.k_gen * args.batch) / plan.num_rows
-        print(f"generation: a refresh every {args.k_gen} steps answers about "
-              f"{round(num_masked * read)} of {num_masked} masked rows {args.num_answers} times")
-    by_weights = args.mask == "dynamic" and last_refresh > 0
-    return Masking(given, num_masked, given is not None or by_weights)
+    print(
+        f"mask: {num_masked} of {plan.num_rows} rows; a refresh every {args.k_gen} steps, the last "
+        f"before step {last_refresh}"
+    )
+    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
+        print(
+            "warning: the only refresh is before the first step: the untrained model writes all "
+            f"answers, and a dynamic mask is random; make --k-gen smaller than {plan.total_steps}"
+        )
+    sampling = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "end_ids": end_ids,
+        "batch_size": args.generation_batch,
+    }
+    is_ranked = given is not None or (args.mask == "dynamic" and last_refresh > 0)
+    return Masking(
+        args.mask, args.ratio_masked, given, is_ranked, args.num_answers, sampling
+    )
 
 
 @dataclass
@@ -178,17 +200,19 @@ class Answers:
     step: int | None = None
 
 
-def new_mask(kind, ratio_masked, logits, before, seed, refresh):
+def new_mask(masking, logits, before, seed, refresh):
     """Line 3: I_M (N,) bool. Static: drawn once; dynamic: the bottom R of the weights now."""
+    if masking.given is not None:
+        return masking.given
     generator = batches.seeded(seed, "mask", refresh)
-    if kind == "dynamic":
-        return dynamic_mask(logits, ratio_masked, generator)
+    if masking.kind == "dynamic":
+        return dynamic_mask(logits, masking.ratio, generator)
     if before.any():
         return before
-    return static_mask(len(logits), ratio_masked, generator)
+    return static_mask(len(logits), masking.ratio, generator)
 
 
-def answer(model, prompts, names, step, *, num_answers, sampling, label):
+def answer(model, prompts, names, step, num_answers, sampling, label):
     """Lines 6-7: G answers to each prompt, and their log-probs under this model.
 
     names: one string a prompt, the seed of its draws together with g. sampling: options of
@@ -275,8 +299,9 @@ def lower_terms(questions, logps, lengths, kind):
 
     logps, lengths (sum of G,): of their rows, in order; kind: see `answer_weights`, None for r = 1.
     """
-    losses = -logps / lengths                                          # Eq. SFT_def, deviation 1
-    counts = torch.tensor([len(answers.rows) for answers in questions], device=losses.device)
+    losses = -logps / lengths  # Eq. SFT_def, deviation 1
+    sizes = [len(answers.rows) for answers in questions]
+    counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     weights = torch.ones_like(losses.detach())
     ratios, num_clamped = None, 0
@@ -305,8 +330,21 @@ class OnlineLosses(StepLosses):
     num_clamped: int
 
 
-def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho, *, clip,
-            micro_batch, num_answers, kind=None, reference=None):
+def descend(
+    model,
+    parameters,
+    optimizer,
+    upper_batch,
+    lower_batch,
+    weights,
+    rho,
+    *,
+    clip,
+    micro_batch,
+    num_answers,
+    kind=None,
+    reference=None,
+):
     """One step of `parameters` on (1 - rho) L_val + rho mean_i W_i (1/G) sum_g r^g L_{i,g}.
 
     As in train_offline.py, but lower_batch holds one `Answers` a row, without rows for a dropped
@@ -345,7 +383,9 @@ def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho
     norm = models.update(parameters, optimizer, clip)
     for values in (upper_all, lower_all, weighted_all, ratios, num_clamped):
         all_sum(values)
-    written = [kind is not None and answers.old_logps is not None for answers in lower_batch]
+    written = [
+        kind is not None and answers.old_logps is not None for answers in lower_batch
+    ]
     return OnlineLosses(
         upper_all, lower_all, norm, weighted_all, ratios[written], num_clamped.item()
     )
@@ -364,12 +404,6 @@ def row_losses(model, lower_batch):
     for group in losses.split([len(answers.rows) for answers in lower_batch]):
         means.append(group.mean() if len(group) else losses.new_zeros(()))
     return [torch.stack(means)]
-
-
-# theta_hat of --correction descends with r = 1 (deviation 13).
-attained_losses = functools.partial(
-    train_offline.attained_losses, take_step=descend, measure=row_losses
-)
 
 
 def answer_step_metrics(losses, masked, present):
@@ -392,64 +426,24 @@ def answer_step_metrics(losses, masked, present):
     }
 
 
-def unmasked_label_metrics(lower, scores, mask):
-    """Ranking metrics of the rows that keep their own answer: of those alone omega judged it."""
-    if mask.all():
-        return {}
-    rows = (~mask).nonzero().flatten()
-    unmasked = {f"{name}_unmasked": values[rows] for name, values in scores.items()}
-    return ranking.label_metrics(lower.select(rows.tolist()), unmasked)
-
-
-def rewritten_places(args, masking, ranks):
-    """Which rows are answered once more at the end: the bottom R, or those a file has masked."""
-    if masking.given is not None:
-        return masking.given.nonzero().flatten().tolist()
-    num_rewritten = round(args.ratio_masked * len(ranks))
-    bottom = ranks > len(ranks) - num_rewritten
-    return bottom.nonzero().flatten().tolist()
-
-
-def main(argv=None):
-    args = parse_args(argv)
-    device = join_processes()
-
-    # --- rows, plan, model, run folder ------------------------------------------------------------
-    tokenizer = models.load_tokenizer(args.model)
-    config = models.load_config(args.model)
-    rows = session.read_rows(args, tokenizer, config)
-    plan = session.make_plan(args, rows.lower)
-    schedule = options.penalties(args, plan.num_epochs)
-    masking = plan_masks(args, plan, rows.lower)
-    curate.check_room(rows.lower, args.max_new_tokens, models.context_length(config))
-    at_next = args.omega_loss == "next"
-    learner = session.make_learner(args, device, corrects=args.correction > 0)
+def train(args, run, masking):
+    """Algorithm 1. Returns the last mask (N,), {place: `Answers`}, the number of answers."""
+    rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
     model = learner.model
-    selector = session.make_selector(args, plan.num_rows, model)
-    out, saved = session.open_run(args, rows, learner, selector)
-    reference = session.preference_margins(args, rows, model, out)
-    base = session.measure_base(args, rows, model, reference, out, resumed=saved is not None)
+    at_next = args.omega_loss == "next"
+    schedule = options.penalties(args, plan.num_epochs)
     lower = batches.tokens_only(rows.lower)
-    upper = Upper(rows.upper, reference["upper"])
+    upper = Upper(rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     limits["num_answers"] = args.num_answers
-    sampling = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "end_ids": curate.end_tokens(rows.lower, tokenizer),
-        "batch_size": args.generation_batch,
-    }
-    mask = torch.zeros(plan.num_rows, dtype=torch.bool) if masking.given is None else masking.given
-    buffer = {}  # {place of a masked row: its `Answers`}
-    answers_generated = 0
-    if saved is not None:
-        mask = saved["mask"]
-        buffer = {place: Answers(*answers) for place, answers in saved["buffer"].items()}
-        answers_generated = saved["answers_generated"]
-    first = 0 if saved is None else saved["step"]
-    log = Log(out, first, plan.total_steps, args.method)
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
+    descend_hat = partial(
+        descend, model, learner.theta_hat, learner.optimizer_hat, **limits
+    )
+    log = Log(run.out, run.first_step, plan.total_steps, args.method)
+    mask, buffer, num_written = restore(run.saved, masking, plan.num_rows)
 
-    for step in range(first, plan.total_steps):
+    for step in range(run.first_step, plan.total_steps):
         started = time.perf_counter()
         epoch, k = divmod(step, plan.steps_per_epoch)
         rho, gamma = schedule[epoch]
@@ -459,25 +453,21 @@ def main(argv=None):
         number, since = divmod(step - args.first_refresh, args.k_gen)
         if since == 0 and number >= 0:
             before = mask
-            if masking.given is None:
-                mask = new_mask(
-                    args.mask, args.ratio_masked, selector.logits, before, args.seed, number
-                )
+            mask = new_mask(masking, selector.logits, before, args.seed, number)
             metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
             buffer = {}
-            if args.refine == "generate":  # only what the next K_gen steps read: deviation 11
+            if args.refine == "generate":
                 last = min(step + args.k_gen, plan.total_steps)
-                coming = batches.coming_rows(plan.num_rows, args.batch, args.seed, step, last)
-                coming = [place for place in coming if mask[place]]
-                prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
+                coming = batches.coming_rows(
+                    plan.num_rows, args.batch, args.seed, step, last
+                )
+                coming = [place for place in coming if mask[place]]  # deviation 11
                 row_ids = rows.lower.select(coming)["row_id"][:]
                 names = [f"{args.seed} {number} {row_id}" for row_id in row_ids]
-                answers, written = answer(
-                    model, prompts, names, step, num_answers=args.num_answers, sampling=sampling,
-                    label=f"refresh {number}",
-                )
+                prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
+                answers, written = masking.answer(model, prompts, names, step)
                 buffer = dict(zip(coming, answers, strict=True))
-                answers_generated += len(written)
+                num_written += len(written)
                 metrics |= answer_metrics(written)
                 metrics["time/generate"] = time.perf_counter() - started
 
@@ -490,9 +480,8 @@ def main(argv=None):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        losses = descend(
-            model, learner.theta, learner.optimizer, upper_batch, lower_batch, weights, rho,
-            reference=margins, kind=args.ratio, **limits,
+        losses = descend_theta(
+            upper_batch, lower_batch, weights, rho, reference=margins, kind=args.ratio
         )
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
@@ -501,9 +490,11 @@ def main(argv=None):
             costs = losses.lower
             if at_next:
                 costs = row_losses(model, lower_batch)[0]
-            if args.correction:
-                attained, norm = attained_losses(learner, lower_batch, weights, at_next, **limits)
-                session.check_finite(step, norm, attained, rows.lower, places)
+            if args.correction:  # deviations 7 and 13
+                with models.adapter(model, "theta_hat"):
+                    twin = descend_hat([], lower_batch, weights, 1.0)
+                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                session.check_finite(step, twin.norm, attained, rows.lower, places)
                 costs = costs - args.correction * attained.to(costs)
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
             share = present.sum().item() / len(present)
@@ -513,38 +504,85 @@ def main(argv=None):
         metrics |= session.loss_metrics(rho, losses.upper, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
         metrics["grad_norm"] = losses.norm.item()
-        lower_rows = [row for answers in lower_batch for row in answers.rows]
-        metrics["tokens"] = batches.count_tokens(lower_rows + batches.sequences(upper_batch))
+        lower_batch = [row for answers in lower_batch for row in answers.rows]
+        metrics["tokens"] = batches.count_tokens(
+            lower_batch + batches.sequences(upper_batch)
+        )
         if plan.ends_epoch(step):
-            metrics |= session.held_out_metrics(model, rows, reference)
-            metrics |= session.selector_report(selector, out, epoch + 1)
+            metrics |= session.held_out_metrics(model, rows, run.reference)
+            metrics |= session.selector_report(selector, run.out, epoch + 1)
         log.write(metrics, started)
         if plan.saves(step, args.save_every):
             state = {"selector": selector.state_dict(), **learner.state_dict()}
-            state |= {"mask": mask, "answers_generated": answers_generated}
-            state["buffer"] = {p: [a.rows, a.old_logps, a.step] for p, a in buffer.items()}
-            folder.save_checkpoint(out, step + 1, model, state)
+            state |= saved_answers(mask, buffer, num_written)
+            folder.save_checkpoint(run.out, step + 1, model, state)
     log.close()
+    return mask, buffer, num_written
 
-    # --- every lower row ranked, masked questions answered once more, and one table ---------------
-    judged = session.judge_rows(args, rows, learner, base)
-    omega = selector.logits.cpu()
+
+def saved_answers(mask, buffer, num_written):
+    """What a checkpoint holds of Algorithm 1; `restore` reads it."""
+    answers = {place: [a.rows, a.old_logps, a.step] for place, a in buffer.items()}
+    return {"mask": mask, "buffer": answers, "num_written": num_written}
+
+
+def restore(saved, masking, num_rows):
+    """Mask (N,), {place: `Answers`} and number of answers of a checkpoint, or those of a start."""
+    if saved is not None:
+        buffer = {place: Answers(*answers) for place, answers in saved["buffer"].items()}
+        return saved["mask"], buffer, saved["num_written"]
+    if masking.given is not None:
+        return masking.given, {}, 0
+    return torch.zeros(num_rows, dtype=torch.bool), {}, 0
+
+
+def finish(args, run, masking, mask, buffer, num_written):
+    """Every lower row ranked, masked questions answered once more, the adapter, one table."""
+    lower = run.rows.lower
+    judged = session.judge_rows(args, run)
+    omega = run.selector.logits.cpu()
     omega = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
     judged.scores = {"weight": omega, **judged.scores}
-    weights = ranking.counted_weights(selector, mask)
+    weights = ranking.counted_weights(run.selector, mask)
     judged.columns = {"weight": weights, **judged.columns, "masked": mask}
-    ranked = session.write_ranking(args, rows.lower, judged, out)
-    result = session.result_of(args, rows, model, base, judged)
-    result |= session.kept_losses(rows, model, judged, ranked["kept"])
-    labels = ranking.label_metrics(rows.lower, judged.scores)
-    labels |= unmasked_label_metrics(rows.lower, judged.scores, mask)
-    result["answers_generated"] = answers_generated
+    keep_fraction = args.keep_fraction
+    if masking.given is not None:  # what a file has put away does not come back as kept
+        keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
+    ranked = session.write_ranking(run, judged, keep_fraction)
+    result = session.result_of(args, run, judged, ranked["kept"])
+    labels = ranking.label_metrics(lower, judged.scores)
+    if not mask.all():  # omega alone has judged the originals of the other rows
+        rows = (~mask).nonzero().flatten()
+        unmasked = {
+            f"{name}_unmasked": values[rows] for name, values in judged.scores.items()
+        }
+        labels |= ranking.label_metrics(lower.select(rows.tolist()), unmasked)
+    bottom = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
+    if masking.given is not None:
+        bottom = masking.given
+    places = bottom.nonzero().flatten().tolist()
+    columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
+    result["answers_generated"] = num_written
     result |= curate.curated_set(
-        model, tokenizer, rows, {name: ranked[name] for name in CURATED}, buffer,
-        rewritten_places(args, masking, ranked["rank"]), sampling, args.template,
-        out / "curated.jsonl",
+        run, places, buffer, columns, masking.sampling, args.template
     )
-    session.save_and_print(model, out, result, labels, judged.scores)
+    session.save_and_print(run, result, labels, judged.scores)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    device = join_processes()
+    tokenizer = models.load_tokenizer(args.model)
+    rows = session.read_rows(args, tokenizer)
+    plan = session.make_plan(args, rows.lower)
+    options.penalties(
+        args, plan.num_epochs
+    )  # a rho outside (0, 1) is an error before the start
+    masking = plan_masks(args, plan, rows.lower, curate.end_tokens(rows.lower, tokenizer))
+    context = models.context_length(models.load_config(args.model))
+    curate.check_room(rows.lower, args.max_new_tokens, context)
+    run = session.set_up(args, device, tokenizer, rows, plan)
+    finish(args, run, masking, *train(args, run, masking))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Log:
     def __init__(self, out, first, total, label):
         path = Path(out) / "metrics.jsonl"
         on_first(lambda: _cut_back(path, first))
-        self.file = open(os.devnull if rank() else path, "a", buffering=1)
+        self.file = open(os.devnull if rank() else path, "a", buffering=1)  # noqa: SIM115, for good
         self.bar = tqdm(total=total, initial=first, desc=label, unit="step")
 
     def write(self, metrics, started):
@@ -54,7 +54,9 @@ def _cut_back(path, step):
     kept = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # half a line after a kill
+        with contextlib.suppress(
+            ValueError, TypeError, KeyError
+        ):  # half a line after a kill
             if json.loads(line)["step"] == len(kept) < step:
                 kept.append(line + "\n")
     if len(kept) < step:

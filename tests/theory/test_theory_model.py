@@ -6,6 +6,7 @@ alone would forgive most of them.
 """
 
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -105,7 +106,8 @@ def test_penalty_gradient_formulas_against_autograd(problem, theta):
     leaves = Theta(*(w.clone().requires_grad_() for w in theta))
     objective = penalty_objective(omega, leaves, problem, GAMMA)
     exact = torch.autograd.grad(objective, (omega, *leaves))
-    loss, gradient, _, _ = model.penalty_gradient(torch.softmax(OMEGA, 0), theta, problem, GAMMA)
+    penalty = model.penalty_gradient(torch.softmax(OMEGA, 0), theta, problem, GAMMA)
+    loss, gradient = penalty.loss, penalty.gradient
     assert float(loss) == pytest.approx(float(objective.detach()), abs=1e-12)
     for ours, theirs in zip(gradient, exact, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
@@ -119,7 +121,7 @@ def test_lemma_without_its_1_over_N_is_another_objective(problem, theta):
     omega = OMEGA.clone().requires_grad_()
     stated = penalty_objective(omega, theta, problem, GAMMA * problem.N)
     wrong = torch.autograd.grad(stated, omega)[0]
-    ours = model.penalty_gradient(torch.softmax(OMEGA, 0), theta, problem, GAMMA)[1].omega
+    ours = model.penalty_gradient(torch.softmax(OMEGA, 0), theta, problem, GAMMA).gradient.omega
     torch.testing.assert_close(wrong, 3 * ours, rtol=0, atol=1e-10)
     assert float((wrong - ours).norm()) > 0.1
 
@@ -128,26 +130,23 @@ def test_lemma_without_its_1_over_N_is_another_objective(problem, theta):
 def test_one_pbgd_step_is_the_algorithm(problem, theta, sequential):
     """theta - eta grad; omega - alpha (gamma/N) J l_seq at theta^k (appendix) or theta^{k+1}."""
     seen = []
-    model.pbgd(problem, GAMMA, theta, 0.3, 2, alpha=0.9, sequential=sequential,
-                watch=lambda step: seen.append((step.theta, step.omega.clone(), step.loss)))
+    for step in islice(model.pbgd(problem, GAMMA, theta, model.Rates(0.3, 0.9, sequential)), 3):
+        seen.append((step.theta, step.omega.clone(), step.penalty.loss))
     uniform = torch.full((3,), 1 / 3, dtype=F64)
-    gradient = model.penalty_gradient(uniform, theta, problem, GAMMA)[1]
+    gradient = model.penalty_gradient(uniform, theta, problem, GAMMA).gradient
     torch.testing.assert_close(seen[1][0].W_ov, theta.W_ov - 0.3 * gradient.W_ov)
     torch.testing.assert_close(seen[1][0].W_kq, theta.W_kq - 0.3 * gradient.W_kq)
     at = seen[1][0] if sequential else theta
-    omega = -0.9 * model.penalty_gradient(uniform, at, problem, GAMMA)[1].omega
+    omega = -0.9 * model.penalty_gradient(uniform, at, problem, GAMMA).gradient.omega
     torch.testing.assert_close(seen[1][1], omega, rtol=0, atol=1e-13)
     second = penalty_objective(seen[2][1], seen[2][0], problem, GAMMA)
     assert seen[2][2] == pytest.approx(float(second), abs=1e-12)
 
 
 def test_frozen_omega_stays_uniform_and_until_stops(problem, theta):
-    last = model.pbgd(problem, GAMMA, theta, 0.1, 20, alpha=0.0)
+    last = list(islice(model.pbgd(problem, GAMMA, theta, model.Rates(0.1, 0.0)), 21))[-1]
     assert last.k == 20
     assert torch.equal(last.sigma, torch.full((3,), 1 / 3, dtype=F64))
-    stop = model.pbgd(problem, GAMMA, theta, 0.1, 20, alpha=0.0, until=last.loss)
-    assert stop.k == 20
-    assert model.pbgd(problem, GAMMA, theta, 0.1, 20, until=1e9).k == 0
 
 
 def test_selector_of_the_training_scripts_carries_omega():
