@@ -77,7 +77,6 @@ cut by a length limit has no end to judge.
 
 import math
 
-import numpy
 import torch
 
 DETECTORS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo")
@@ -194,7 +193,11 @@ def scaled(name, numbers):
 
 def quantile(values, shares):
     """The quantiles of values (n,), linear between two: `torch.quantile` reads 2^24 at most."""
-    return torch.as_tensor(numpy.quantile(values, shares))
+    at = torch.as_tensor(shares, dtype=torch.float64) * (len(values) - 1)
+    ordered = values.sort().values
+    low = ordered[at.floor().long()]
+    high = ordered[at.ceil().long()]
+    return torch.lerp(low, high, at.frac().to(ordered))
 
 
 def good_side(values, name=None):
