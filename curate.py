@@ -81,12 +81,8 @@ def well_formed(prompt, tokens, complete):
     """Whether an answer is complete, not empty, no repetition and no copy of its prompt."""
     if not complete or len(tokens) <= 1:
         return False
-    copied, news = detect.copied(tokens[:-1], prompt)
-    long_enough = len(tokens) > detect.ECHO_LENGTH  # a short answer may be a quotation
-    is_copy = long_enough and copied >= detect.COPIED and news <= detect.NEWS
-    repeats = (
-        len(tokens) > 11 and detect.repetition(tokens) > 0.5
-    )  # of more than eight 4-grams
+    is_copy = detect.is_copy(tokens[:-1], prompt)
+    repeats = len(tokens) > 11 and detect.repetition(tokens) > 0.5  # of more than eight 4-grams
     return not is_copy and not repeats
 
 

@@ -245,13 +245,11 @@ def row_lengths(rows):
 
 def check_lengths(rows, context_length, name):
     """`UserError` when a row, or either side of a pair, is longer than the model's context."""
-    lengths = sequence_lengths(rows).amax(dim=0)
-    too_long = (lengths > context_length).nonzero().flatten().tolist()
-    if too_long:
+    too_long = (sequence_lengths(rows) > context_length).any(dim=0)
+    if too_long.any():
         raise UserError(
-            f"{name}: {len(too_long)} rows are longer than the model's context of {context_length} "
-            f"tokens (longest: {int(lengths.max())}; first: row_id {rows[too_long[0]]['row_id']}); "
-            f"pass --max-length {context_length} or less"
+            f"{name}: {int(too_long.sum())} rows are longer than the model's context of "
+            f"{context_length} tokens; pass --max-length {context_length} or less"
         )
 
 

@@ -1,25 +1,33 @@
-"""Faults made on purpose, so that a test of rows can be tested: one answer in, a bad one out.
+"""Faults made on purpose, so that a ranking of rows can be tested: one answer in, a bad one out.
 
-Every kind is a function of the row, a donor row that is in no file, and a seeded generator. It
-returns the bad answer, or None where this row cannot have the fault (one word cannot be shuffled).
-Tests are developed on these kinds, so a good figure here promises little for kinds not listed.
+Every kind is a function of the row, a donor row that is in no file, and a seeded generator. The row
+tests were developed on such kinds, so a good figure here promises little for other kinds.
 """
 
+import argparse
+import random
 import re
+from pathlib import Path
 
-from accept import shortlists
+import models
+import options
+import utils
+from data import sets
+from paper.results import without_flags
+from utils import UserError
 
-ENDS = re.compile(r"(?<=[.!?])\s+")
-OPENINGS = ("I'm sorry, but", "I apologize, but", "Unfortunately,", "As an AI language model,",
-            "Sorry,")
-REFUSALS = ("I cannot help with that request.", "I am not able to answer this question.",
-            "I can't assist with that.", "I do not have enough information to respond.",
-            "I must decline to answer this.", "that is not something I can provide.",
-            "I'm unable to comply with this request.")
+FACTS = re.compile(r"\b(\d{1,18}|is|are|was|were|can|should|will|does)\b")
+REFUSALS = (
+    "I'm sorry, but I cannot help with that request.",
+    "Unfortunately, I am not able to answer this question.",
+    "As an AI language model, I can't assist with that.",
+    "I apologize, but I do not have enough information to respond.",
+    "Sorry, that is not something I can provide.",
+)
+DONORS = 0.1  # share of the good rows that only lend their answers
 
 
-def sentences(text):
-    return [part for part in ENDS.split(text.strip()) if part]
+# --- kinds ----------------------------------------------------------------------------------------
 
 
 def swapped(row, donor, rng):
@@ -27,77 +35,107 @@ def swapped(row, donor, rng):
     return donor["response"]
 
 
-def shuffle_words(row, donor, rng):
+def shuffled(row, donor, rng):
     """The same words in a random order."""
     words = row["response"].split()
-    mixed = rng.sample(words, len(words))
-    return " ".join(mixed) if len(words) > 3 and mixed != words else None
+    return " ".join(rng.sample(words, len(words)))
 
 
-def cut_middle(row, donor, rng):
-    """Broken off inside a sentence."""
+def cut(row, donor, rng):
+    """Broken off after some of its words."""
     words = row["response"].split()
-    if len(words) < 6:
-        return None
-    places = [n for n in range(2, len(words) - 1) if words[n - 1][-1].isalnum()
-              and 0.2 <= n / len(words) <= 0.85]
-    return " ".join(words[:rng.choice(places)]) if places else None
-
-
-def cut_sentence(row, donor, rng):
-    """Broken off behind a sentence that is not the last."""
-    parts = sentences(row["response"])
-    return " ".join(parts[:rng.randrange(1, len(parts))]) if len(parts) > 1 else None
+    return " ".join(words[: rng.randrange(2, len(words))])
 
 
 def repeated(row, donor, rng):
-    """The last sentence again and again."""
-    parts = sentences(row["response"])
-    return " ".join(parts + parts[-1:] * rng.randint(2, 5)) if len(parts[-1].split()) > 2 else None
+    """The last words again and again."""
+    words = row["response"].split()
+    return " ".join(words + words[-6:] * rng.randint(2, 5))
 
 
-def echo_prompt(row, donor, rng):
+def echo(row, donor, rng):
     """The question in place of an answer."""
     return row["prompt"]
 
 
 def refusal(row, donor, rng):
     """A refusal of a harmless question."""
-    return f"{rng.choice(OPENINGS)} {rng.choice(REFUSALS)}"
+    return rng.choice(REFUSALS)
 
 
 def changed(row, donor, rng):
-    """Another number, another name, or a negation put in or taken out."""
+    """Another number, or a negation put in, at one place; the answer as it is without one."""
     text = row["response"]
-    edits = []
-    if numbers := list(re.finditer(r"\d{1,18}", text)):
-        place = rng.choice(numbers)
-        other = str(int(place[0]) + rng.choice((-3, -2, -1, 1, 2, 3, 7, 10)) or 5).lstrip("-")
-        edits.append(text[:place.start()] + other + text[place.end():])
-    names = list(re.finditer(r"(?<=[a-z,] )[A-Z][a-z]+", text))
-    others = re.findall(r"(?<=[a-z,] )[A-Z][a-z]+", donor["response"])
-    if names and others:
-        place, other = rng.choice(names), rng.choice(others)
-        edits.append(text[:place.start()] + other + text[place.end():])
-    if places := list(re.finditer(r"\b(is|are|was|were|can|should|will|does)( not)?\b", text)):
-        place = rng.choice(places)
-        edits.append(text[:place.start()] + place[1] + ("" if place[2] else " not")
-                     + text[place.end():])
-    edits = [edit for edit in edits if edit != text]
-    return rng.choice(edits) if edits else None
+    places = list(FACTS.finditer(text))
+    if not places:
+        return text
+    place = rng.choice(places)
+    instead = f"{place[0]} not"
+    if place[0].isdecimal():
+        instead = str(int(place[0]) + rng.randint(1, 9))
+    return text[: place.start()] + instead + text[place.end() :]
 
 
-KINDS = {"swapped": swapped, "swapped near": swapped, "shuffled": shuffle_words,
-         "cut middle": cut_middle, "cut sentence": cut_sentence, "repeated": repeated,
-         "echo": echo_prompt, "refusal": refusal, "changed": changed}
-
-# What a row test should say of a fault; elsewhere it is wrong.
-REASONS = {"swapped": ("relevance",), "swapped near": ("relevance",), "shuffled": ("fluency",),
-           "cut middle": ("end",), "cut sentence": ("end",), "repeated": ("repetition",),
-           "echo": ("echo",), "refusal": ("relevance",), "changed": ("fluency",)}
+KINDS = (swapped, shuffled, cut, repeated, echo, refusal, changed)
 
 
-def nearest(rows, donors):
-    """Of every row the donor whose prompt shares the most words with its own, rare ones most."""
-    lists = shortlists([row["prompt"] for row in rows], [row["prompt"] for row in donors], 1)
-    return [donors[place] for place, in lists]
+# --- files ----------------------------------------------------------------------------------------
+
+
+def spoil(rows, share, seed):
+    """The rows less the donors, a share of them with faults of all kinds in turn.
+
+    rows: dictionaries with prompt and response. Returned are also `bad` and `kind`. Answers of
+    fewer than six words stay as they are, as do those that a kind leaves unchanged.
+    """
+    rng = random.Random(f"faults {seed}")
+    rows = rng.sample(rows, len(rows))
+    count = max(1, round(DONORS * len(rows)))
+    donors, rows = rows[:count], rows[count:]
+    wanted = round(share * len(rows))
+    labelled = []
+    for row in rows:
+        kind = KINDS[wanted % len(KINDS)]
+        text = row["response"]
+        if wanted and len(text.split()) > 5:
+            text = kind(row, rng.choice(donors), rng)
+        bad = text != row["response"]
+        wanted -= bad
+        name = kind.__name__ if bad else "clean"
+        labelled.append({**row, "response": text, "bad": bad, "kind": name})
+    if wanted:
+        raise UserError(
+            f"--faults {share}: {wanted} of the rows could not be spoilt; give longer "
+            "answers or a smaller share"
+        )
+    rng.shuffle(labelled)
+    return labelled
+
+
+def write_faulty(args, words):
+    """Spoil the good rows that --data names; the words of --data with the spoilt file instead."""
+    if args.scale == "toy" or not 0 < args.faults < 1:
+        raise UserError(
+            "--faults SHARE: above 0 and below 1, of the good rows that --data names "
+            "(the toy has faults of its own)"
+        )
+    file = Path("runs") / args.name / "rows" / f"faults-{args.faults:g}.jsonl"
+    if not args.list:
+        rows = lower_rows(words)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        utils.write_jsonl(file, spoil(rows, args.faults, seed=0))
+    kept = without_flags(words, "--lower", "--lower-limit", "--lower-columns")
+    return [*kept, "--lower", str(file)]
+
+
+def lower_rows(words):
+    """The lower rows that the words of a training command name: [{"prompt", "response"}]."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    options.add_data_arguments(parser)
+    parser.set_defaults(seed=0, toy=False)
+    given, _ = parser.parse_known_args(words)
+    context = models.context_length(models.load_config(given.model))
+    lower = sets.load_levels(given, models.load_tokenizer(given.model), context).lower
+    texts = zip(lower["prompt"][:], lower["response"][:], strict=True)
+    return [{"prompt": prompt, "response": response} for prompt, response in texts]

@@ -11,9 +11,7 @@ drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped lat
 """
 
 import argparse
-import glob
 import itertools
-import json
 import random
 import re
 from pathlib import Path
@@ -21,10 +19,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.sources import read_part
-from evaluation.runs import make_parent
 from options import RECIPES as FOLDER
 from runtime import command
-from utils import UserError, first_line, write_parts
+from utils import UserError, first_line, write_jsonl
 
 RED_ROWS, REDORCA_ROWS, BLUEORCA_ROWS = 22_400, 112_000, 112_000
 
@@ -43,7 +40,7 @@ def openorca(rows):
     Open: which of the two files, how many rows. Assumed: the GPT-4 file, whose answers are what
     the paper praises, and as many rows as the larger lower level. The system prompt is dropped.
     """
-    return [Picked(rows, shuffled(rows)[:56_000], orca_row)]
+    return [picked(rows, shuffled(rows)[:56_000], orca_row)]
 
 
 def slimorca(rows):
@@ -51,7 +48,7 @@ def slimorca(rows):
 
     Open: nothing; the paper only mixes it. The system prompt is dropped, as for OpenOrca.
     """
-    return [Picked(rows, range(len(rows)), slimorca_row)]
+    return [picked(rows, range(len(rows)), slimorca_row)]
 
 
 def red_team(rows):
@@ -59,7 +56,7 @@ def red_team(rows):
 
     Open: turns, filters. Assumed: the first human and the first assistant turn, nothing filtered.
     """
-    return [Picked(rows, range(len(rows)), red_row)]
+    return [picked(rows, range(len(rows)), red_row)]
 
 
 def redorca(red, slim):
@@ -70,8 +67,10 @@ def redorca(red, slim):
     `bad` and `kind` mark the red-teaming rows ("potentially unsafe"); training never reads them.
     """
     chosen, _ = split_slimorca(slim)
-    return [Picked(red, range(min(RED_ROWS, len(red))), red_row),
-            Picked(slim, chosen, lambda row: slimorca_row(row) | {"bad": False, "kind": "clean"})]
+    return [
+        picked(red, range(min(RED_ROWS, len(red))), red_row),
+        picked(slim, chosen, lambda row: slimorca_row(row) | {"bad": False, "kind": "clean"}),
+    ]
 
 
 def blueorca(slim):
@@ -82,7 +81,7 @@ def blueorca(slim):
     for --upper: slimorca with --upper-limit, or a file.
     """
     _, withheld = split_slimorca(slim)
-    return [Picked(slim, withheld, slimorca_row)]
+    return [picked(slim, withheld, slimorca_row)]
 
 
 def rm_hh_rlhf(rows):
@@ -107,6 +106,7 @@ RECIPES = {  # name: the function, then a (hub name, files) for each of its argu
 
 
 # --- rows -----------------------------------------------------------------------------------------
+
 
 def orca_row(row):
     return {"prompt": row["question"], "response": row["response"]}
@@ -136,8 +136,10 @@ def split_slimorca(rows):
     """(RedOrca's positions, BlueOrca's): never shared; in proportion when a copy is too small."""
     red, wanted = REDORCA_ROWS - RED_ROWS, REDORCA_ROWS - RED_ROWS + BLUEORCA_ROWS
     if len(rows) < wanted:
-        print(f"note: SlimOrca has {len(rows)} rows here; RedOrca and BlueOrca take {wanted} and "
-              "now share what there is, 4 : 5")
+        print(
+            f"note: SlimOrca has {len(rows)} rows here; RedOrca and BlueOrca take {wanted} and "
+            "now share what there is, 4 : 5"
+        )
     order = shuffled(rows)[:wanted]
     border = len(order) * red // wanted
     return order[:border], order[border:]
@@ -147,38 +149,36 @@ class Source:
     """The rows of some files in order, read anew each time and counted once."""
 
     def __init__(self, files):
-        self.files, self.count = files, None
+        self.files = files
+        self.count = None
 
     def __len__(self):
         if self.count is None:
-            self.count = sum(1 for _ in tqdm(
-                iter(self), desc=f"counting {self.files[0].name}", delay=3, unit=" rows"))
+            self.count = sum(1 for _ in self)
         return self.count
 
     def __iter__(self):
-        return (row for file in self.files for _, row in read_part(file, file))
+        for file in self.files:
+            for _, row in read_part(file, file):
+                yield row
 
 
-class Picked:
+def picked(rows, positions, convert):
     """`convert` of the rows at some positions, in the order of the source."""
-
-    def __init__(self, rows, positions, convert):
-        self.rows, self.positions, self.convert = rows, set(positions), convert
-
-    def __len__(self):
-        return len(self.positions)
-
-    def __iter__(self):
-        for number, row in enumerate(self.rows):
-            if number in self.positions:
-                try:
-                    yield self.convert(row)
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise UserError(f"{self.rows.files[0]} row {number}: not a row of this data "
-                                    f"set ({type(error).__name__}: {error})") from None
+    positions = set(positions)
+    for number, row in enumerate(rows):
+        if number not in positions:
+            continue
+        try:
+            yield convert(row)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{rows.files[0]} row {number}: not a row of this data set ({error!r})"
+            ) from None
 
 
 # --- finding and building -------------------------------------------------------------------------
+
 
 def source_files(hub, pattern, folder):
     """Paths of a hub data set's files: downloaded, or copies below `folder`/owner/name."""
@@ -188,16 +188,19 @@ def source_files(hub, pattern, folder):
         import huggingface_hub
 
         try:
-            root = Path(huggingface_hub.snapshot_download(
-                hub, repo_type="dataset", allow_patterns=[pattern], etag_timeout=3))
-        except Exception as error:  # the hub's own classes, the network's, the disk's
-            raise UserError(f"{hub}: cannot be loaded from the hub ({first_line(error)}); check "
-                            f"the network, or copy {pattern} into FOLDER/{hub} and name it "
-                            "RECIPE:FOLDER") from None
-    files = [Path(file) for file in sorted(glob.glob(str(root / pattern)))]
+            root = Path(
+                huggingface_hub.snapshot_download(
+                    hub, repo_type="dataset", allow_patterns=[pattern], etag_timeout=3
+                )
+            )
+        except Exception as error:  # of the hub, the network or the disk
+            raise UserError(
+                f"{hub}: cannot be loaded from the hub ({first_line(error)}); check the network, "
+                f"or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER"
+            ) from None
+    files = sorted(root.glob(pattern))
     if not files:
-        raise UserError(f"{root / pattern}: no such file; this recipe reads {hub} in its hub "
-                        "layout")
+        raise UserError(f"{root / pattern}: no such file")
     return files
 
 
@@ -206,12 +209,11 @@ def build(name, folder="", out=FOLDER):
     recipe, *sources = RECIPES[name]
     files = [source_files(hub, pattern, folder) for hub, pattern in sources]
     target = Path(out) / f"{name}.jsonl"
-    make_parent(target)
-    parts = recipe(*(Source(group) for group in files))
-    rows = tqdm(itertools.chain.from_iterable(parts), total=sum(map(len, parts)),
-                desc=f"building {name}", unit=" rows", delay=3)
-    write_parts(target, ((json.dumps(row) + "\n").encode() for row in rows))
-    print(f"{name}: {rows.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    rows = itertools.chain.from_iterable(recipe(*(Source(group) for group in files)))
+    bar = tqdm(rows, desc=f"building {name}", unit=" rows", delay=3)
+    write_jsonl(target, bar)
+    print(f"{name}: {bar.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
     return target
 
 
@@ -223,10 +225,15 @@ def build_missing(words):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m paper.recipes",
-                                     description="The paper's data sets as files.")
-    parser.add_argument("names", nargs="+", metavar="NAME[:FOLDER]",
-                        help=f"{', '.join(RECIPES)}; FOLDER: local copies in the hub's layout")
+    parser = argparse.ArgumentParser(
+        prog="python -m paper.recipes", description="The paper's data sets as files."
+    )
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="NAME[:FOLDER]",
+        help=f"{', '.join(RECIPES)}; FOLDER: local copies in the hub's layout",
+    )
     for word in parser.parse_args(argv).names:
         name, _, folder = word.partition(":")
         if name not in RECIPES:

@@ -1,96 +1,112 @@
-"""What runs over several seeds say: means, paired differences, claims, and what chance would do.
+"""What runs over several seeds say: means, and differences paired by seed with their intervals.
 
-`runs` is a list with one result (a dictionary of metrics) a seed; `results` is {method: runs}.
+`runs` is a list with one result (a dictionary of metrics) a seed; `results` is {method: runs}. A
+cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
 import re
 import statistics
 
+from evaluation.comparison import student_t
 from evaluation.runs import read_result
-from utils import table
 
-CLAIM_COLUMNS = ("claim", "seeds as claimed", "difference", "p")
+CLAIM_COLUMNS = ("claim", "seeds as claimed", "difference, 95 %", "verdict")
 
 
-def mean_std(values):
-    """(mean, standard deviation over runs, n) of the values that are numbers."""
-    values = [v for v in values if isinstance(v, (int, float))]
+# --- cells ----------------------------------------------------------------------------------------
+
+
+def cell_of(values):
+    """The cell of the values that are numbers, or None without any."""
+    values = [value for value in values if isinstance(value, (int, float))]
     if not values:
-        return None, None, 0
-    return (statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0,
-            len(values))
+        return None
+    std = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {
+        "mean": round(statistics.fmean(values), 8),
+        "std": round(std, 8),
+        "seeds": [round(value, 8) for value in values],
+    }
 
 
-def cell(values):
-    """"mean ± std" of a table, three decimals below 100, none above; "-" without a number."""
-    mean, std, n = mean_std(values)
-    if not n:
+def cell_text(cell):
+    """Mean ± std of a table: three decimals below 100, none above; a dash without a number."""
+    if cell is None:
         return "-"
-    digits = 3 if abs(mean) < 100 else 0
-    return f"{mean:.{digits}f}" + (f" ± {std:.{digits}f}" if n > 1 else "")
+    if isinstance(cell, str):
+        return cell
+    digits = 3 if abs(cell["mean"]) < 100 else 0
+    text = f"{cell['mean']:.{digits}f}"
+    if len(cell["seeds"]) > 1:
+        text += f" ± {cell['std']:.{digits}f}"
+    return text
 
 
-# --- paired differences and claims ----------------------------------------------------------------
-
-def paired(first, second):
-    """Mean difference of two methods over common seeds, and the two-sided sign-flip p-value.
-
-    Exact: over all 2^n signs, the share whose mean difference is at least as large. With 4 seeds
-    the smallest possible value is 0.125, so 4 of 4 is all that 4 seeds can say.
-    """
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    observed, extreme = abs(sum(differences)), 0
-    for signs in range(2 ** len(differences)):
-        total = sum(d if signs >> i & 1 else -d for i, d in enumerate(differences))
-        extreme += abs(total) >= observed - 1e-15
-    return sum(differences) / len(differences), extreme / 2 ** len(differences)
+def cells_of(results, keys):
+    """{method: {key: cell}} of the metrics that a method has."""
+    rows = {}
+    for method, runs in results.items():
+        cells = {key: cell_of([run.get(key) for run in runs]) for key in keys}
+        rows[method] = {key: cell for key, cell in cells.items() if cell is not None}
+    return rows
 
 
-def seed_verdict(first, second):
-    """Is `first` below `second`? ["3 of 4" seeds on which it is, mean difference, p], as text."""
-    difference, p = paired(first, second)
-    below = sum(a < b for a, b in zip(first, second, strict=True))
-    return [f"{below} of {len(first)}", f"{difference:+.4f}", f"{p:.3g}"]
+def text_rows(rows, keys):
+    """Rows of a table: the method, then the text of each key's cell."""
+    lines = []
+    for method, cells in rows.items():
+        lines.append([method, *(cell_text(cells.get(key)) for key in keys)])
+    return lines
 
 
-def claims_of(claims, results):
-    """Rows under CLAIM_COLUMNS for the claims whose two methods were run.
-
-    claims: [(what is claimed, the method that should be lower, than which, in which metric)].
-    """
-    return [[text, *seed_verdict([run[key] for run in results[lower]],
-                                 [run[key] for run in results[than]])]
-            for text, lower, than, key in claims
-            if {lower, than} <= set(results) and all(
-                run.get(key) is not None for run in results[lower] + results[than])]
+# --- paired differences ---------------------------------------------------------------------------
 
 
-def by_chance(verdicts):
-    """One line: how many of these "k of n" would be n of n or 0 of n if nothing were there.
-
-    Under the null hypothesis every sign is a fair coin: 2 / 2^n for a claim over n seeds.
-    """
-    chances = [2.0 ** (1 - int(text.split(" of ")[1])) for text in verdicts]
-    each = " or ".join(f"{p:.3g}" for p in sorted(set(chances)))
-    return (f"Chance alone would give {sum(chances):.1f} of these {len(chances)} claims one sign "
-            f"on every seed (p = {each} each).")
+def interval(differences):
+    """(mean, half of the 95 % interval by Student's t) of paired differences; None of one seed."""
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, None
+    spread = statistics.stdev(differences) / len(differences) ** 0.5
+    return mean, student_t(len(differences) - 1) * spread
 
 
-def print_claims(claims, what):
-    """The claims as a table, and what chance would do; what: the unit of the difference."""
-    if not claims:
-        return
-    header = ["difference in " + what if name == "difference" else name for name in CLAIM_COLUMNS]
-    print("\n" + table(header, claims))
-    print(by_chance([row[1] for row in claims]))
+def interval_text(mean, half):
+    """Mean ± half of the interval: three decimals below one, one decimal above."""
+    digits = 3 if abs(mean) < 1 else 1
+    if half is None:
+        return f"{mean:+.{digits}f}, one seed"
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
+
+
+def verdict_of(mean, half):
+    """Whether the whole interval is below zero (as claimed), above it, or holds it."""
+    if half is None or abs(mean) <= half:
+        return "not resolved"
+    return "as claimed" if mean < 0 else "the reverse"
+
+
+def claim_row(text, differences):
+    """A row under CLAIM_COLUMNS: are the differences by seed negative?"""
+    below = sum(difference < 0 for difference in differences)
+    mean, half = interval(differences)
+    return [
+        text,
+        f"{below} of {len(differences)}",
+        interval_text(mean, half),
+        verdict_of(mean, half),
+    ]
 
 
 # --- results of many runs -------------------------------------------------------------------------
 
+
 def results_of(files_of):
-    """{method: [result file or ranking, ...]} -> results, of the methods that were trained."""
-    return {method: [prefer_unmasked(read_result(file.parent)) for file in files]
-            for method, files in files_of.items() if files[0].name == "result.json"}
+    """{method: [result.json, ...]} -> results."""
+    results = {}
+    for method, files in files_of.items():
+        results[method] = [prefer_unmasked(read_result(file.parent)) for file in files]
+    return results
 
 
 def prefer_unmasked(run):
@@ -99,30 +115,30 @@ def prefer_unmasked(run):
     Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
     fault that no unmasked row has is left out.
     """
-    unmasked = {key.replace("_unmasked/", "/"): value for key, value in run.items()
-                if "_unmasked/" in key}
+    unmasked = {key: value for key, value in run.items() if "_unmasked/" in key}
     if not unmasked:
         return run
-    return {key: value for key, value in run.items()
-            if not re.match(r"\w+/(auroc|precision|recall)\b", key)} | unmasked
+    kept = {key: value for key, value in run.items() if not is_ranking_metric(key)}
+    for key, value in unmasked.items():
+        kept[key.replace("_unmasked/", "/")] = value
+    return kept
+
+
+def is_ranking_metric(key):
+    """Whether a key of result.json is about the order of the rows."""
+    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
 
 
 def with_base(results):
     """The base model's own figures in front."""
     first = next(iter(results.values()))
-    return {"base model": [{key.removeprefix("base/"): value for key, value in run.items()
-                            if key.startswith("base/")
-                            and not re.match(r"base/(auroc|precision|recall)\b", key)}
-                           for run in first]} | results
-
-
-def measured(columns, results):
-    """Those columns of {key: heading} that some result has."""
-    return {key: heading for key, heading in columns.items()
-            if any(run.get(key) is not None for runs in results.values() for run in runs)}
-
-
-def summary_rows(results, columns):
-    """Rows of a table: the method, then "mean ± std" of each key of {key: heading}."""
-    return [[method, *(cell([run.get(key) for run in runs]) for key in columns)]
-            for method, runs in results.items()]
+    base = []
+    for run in first:
+        base.append(
+            {
+                key.removeprefix("base/"): value
+                for key, value in run.items()
+                if key.startswith("base/") and not is_ranking_metric(key)
+            }
+        )
+    return {"base model": base, **results}

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of these packages speak of a file that the user named: one line says what they say.
 LIBRARIES = {
     "_csv", "_pickle", "datasets", "huggingface_hub", "jinja2", "json", "pyarrow",
-    "safetensors_rust", "tokenizers", "zlib",
+    "safetensors", "tokenizers", "zlib",
 }
 
 
@@ -89,12 +88,9 @@ def run(main, resumes=False):
 
 def _refuse_empty_words():
     """A shell variable that is not set leaves an empty value, which would mean the default."""
-    for flag, word in itertools.pairwise(sys.argv):
+    for word in sys.argv[1:]:
         if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
-            raise UserError(
-                f"{word.strip() or flag}: its value is empty, as a shell variable that is not set "
-                "leaves it; give one or leave the flag out"
-            )
+            raise UserError(f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none")
 
 
 def _in_one_line(error, resumes):

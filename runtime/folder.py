@@ -61,9 +61,7 @@ def fingerprint(tensors):
     for name, tensor in sorted(tensors.items()):
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = len(data) // 8 * 8
-        words = data[:whole]
-        if data.storage_offset() % 8:  # int64 needs an aligned start
-            words = words.clone()
+        words = data[:whole].clone()  # int64 needs an aligned start
         total = int(words.view(torch.int64).sum())
         rest = data[whole:].tolist()
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), total, rest)).encode())

@@ -53,12 +53,8 @@ def join_processes():
     global _store
     if not _started_together():
         return pick_device()
-    for needed in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if needed not in os.environ:  # schedulers set WORLD_SIZE, too
-            raise UserError(
-                f"WORLD_SIZE is set and {needed} is not: start several processes with torchrun, "
-                "or unset WORLD_SIZE"
-            )
+    if "LOCAL_RANK" not in os.environ:  # schedulers set WORLD_SIZE, too
+        raise UserError("WORLD_SIZE is set: start several processes with torchrun, or unset it")
     if not dist.is_initialized():
         if int(os.environ["RANK"]) > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for good
@@ -75,10 +71,7 @@ def join_processes():
         return torch.device("cpu")
     local = int(os.environ["LOCAL_RANK"])
     if local >= torch.cuda.device_count():
-        raise UserError(
-            f"torchrun started {local + 1} processes or more on this machine, which has "
-            f"{torch.cuda.device_count()} GPUs; lower --nproc-per-node"
-        )
+        raise UserError("torchrun started more processes than there are GPUs here")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 

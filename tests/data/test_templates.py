@@ -1,55 +1,53 @@
 """data/templates.py: the border of prompt and response, control tokens, chat templates."""
 
-import json
-
 import pytest
 import tokenizers
-from conftest import CHATML
+from conftest import CHATML, make_tokenizer, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
 from utils import UserError
 
-SPECIALS = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>",
-            "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-CORPUS = ["football is a game", "User: what is a foot? Assistant: a ball", "football"] * 20
-LLAMA3 = ("<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}"
-          "<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-          "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
-          "{% endif %}")
-CHAT = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]
+LLAMA3 = (
+    "<bos>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+TALK = {
+    "messages": [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c?"},
+        {"role": "assistant", "content": "d"},
+    ]
+}
 
 
-def make_tokenizer(bos=False, chat=None, **names):
-    """A byte-level BPE that knows the word "football"."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    model.train_from_iterator(CORPUS, tokenizers.trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIALS, show_progress=False, initial_alphabet=alphabet))
-    if bos:
-        model.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", 2)])
-    names = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>"} | names
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, **names)
-    tokenizer.chat_template = chat
+def with_bos(tokenizer):
+    """A tokenizer that begins every text with a token of its own."""
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    start = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = start
     return tokenizer
 
 
 @pytest.fixture
 def load(tmp_path):
     """load(tokenizer, rows or (prompt, response), ...) -> rows."""
+
     def call(tokenizer, *rows, **options):
-        path = tmp_path / "source.jsonl"
-        lines = []
+        source = []
         for row in rows:
             if isinstance(row, tuple):
-                row = {"prompt": row[0], "response": row[1]}
-            lines.append(json.dumps(row) + "\n")
-        path.write_text("".join(lines))
-        return tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "cache", **options)[0]
+                row = dict(zip(("prompt", "response"), row, strict=True))
+            source.append(row)
+        path = write_rows(tmp_path / "source.jsonl", source)
+        return tokens.load_rows(
+            path, tokenizer, cache_dir=tmp_path / "cache", **options
+        )[0]
+
     return call
 
 
@@ -58,7 +56,11 @@ def plain(tokenizer, text):
 
 
 def trained(row):
-    return [token for token, loss in zip(row["input_ids"], row["trained"], strict=True) if loss]
+    return [
+        token
+        for token, loss in zip(row["input_ids"], row["trained"], strict=True)
+        if loss
+    ]
 
 
 def show(load, tokenizer, *rows, **options):
@@ -67,49 +69,68 @@ def show(load, tokenizer, *rows, **options):
 
 # --- plain templates ------------------------------------------------------------------------------
 
+
 def test_no_merge_across_the_border(load):
     tokenizer = make_tokenizer()
-    row = load(tokenizer, ("foot", "ball"), template="{prompt}{response}")[0]
-    assert len(plain(tokenizer, "football")) == 1, "together it would be one token"
-    assert row["input_ids"] == [*plain(tokenizer, "foot"), *plain(tokenizer, "ball"), 1]
-    assert trained(row) == [*plain(tokenizer, "ball"), 1]
+    row = load(tokenizer, ("re", "d"), template="{prompt}{response}")[0]
+    parts = [*plain(tokenizer, "re"), *plain(tokenizer, "d")]
+    assert plain(tokenizer, "red") != parts, "together it would be other tokens"
+    assert row["input_ids"] == [*parts, 0]
+    assert trained(row) == [*plain(tokenizer, "d"), 0]
 
 
-@pytest.mark.parametrize(("template", "row", "expected"), [
-    (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
-    ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
-    ("{prompt}{response}", ("x ", "y"), "x⟦ y<eos>⟧"),
-    ("{prompt} -> {response};\n", ("x", "y"), "x ->⟦ y;<eos>⟧"),
-])
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
+        ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
+        ("{prompt}{response}", ("x ", "y"), "x⟦ y<eos>⟧"),
+        ("{prompt} -> {response};\n", ("x", "y"), "x ->⟦ y;<eos>⟧"),
+    ],
+)
 def test_prompt_never_ends_in_whitespace(load, template, row, expected):
     tokenizer = make_tokenizer()
     rows = load(tokenizer, row, template=template)
     assert tokens.show_example(rows[0], tokenizer) == expected
     response = expected.split("⟦")[1].removesuffix("<eos>⟧")
-    assert trained(rows[0]) == [*plain(tokenizer, response), 1]
+    assert trained(rows[0]) == [*plain(tokenizer, response), 0]
 
 
-@pytest.mark.parametrize("template", ["{prompt}", "{response}", "{prompt}{prompt}{response}",
-                                      "{response} {prompt}", "{prompt} {response} {response}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{prompt}",
+        "{response}",
+        "{prompt}{prompt}{response}",
+        "{response} {prompt}",
+        "{prompt} {response} {response}",
+    ],
+)
 def test_bad_template(load, template):
     with pytest.raises(UserError, match=r"--template"):
         load(make_tokenizer(), ("a", "b"), template=template)
 
 
 def test_turns_of_a_conversation(load):
-    tokenizer, row = make_tokenizer(), {"messages": CHAT}
-    assert show(load, tokenizer, row) == (
-        "User: a?\nAssistant: b\nUser: c?\nAssistant:⟦ d<eos>⟧")
-    assert show(load, tokenizer, row, turns="all") == (
-        "User: a?\nAssistant:⟦ b<eos>⟧\nUser: c?\nAssistant:⟦ d<eos>⟧")
+    text = show(load, make_tokenizer(), TALK)
+    assert text == "User: a?\nAssistant: b\nUser: c?\nAssistant:⟦ d<eos>⟧"
+    text = show(load, make_tokenizer(), TALK, turns="all")
+    assert text == "User: a?\nAssistant:⟦ b<eos>⟧\nUser: c?\nAssistant:⟦ d<eos>⟧"
 
 
-@pytest.mark.parametrize(("template", "written", "text"), [
-    ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
-    ("Q: {prompt}\nA: {response}\n###", " # red\n### blue\n###<eos>", "# red\n### blue"),
-    ("Q: {prompt}\nA: {response}<|im_end|>\n--", " red<|im_end|>\n--<eos>", "red"),
-    (None, " red\n###<eos>", "red\n###"),
-])
+@pytest.mark.parametrize(
+    ("template", "written", "text"),
+    [
+        ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
+        (
+            "Q: {prompt}\nA: {response}\n###",
+            " # red\n### blue\n###<eos>",
+            "# red\n### blue",
+        ),
+        ("Q: {prompt}\nA: {response}<|im_end|>\n--", " red<|im_end|>\n--<eos>", "red"),
+        (None, " red\n###<eos>", "red\n###"),
+    ],
+)
 def test_the_text_behind_the_response_is_no_part_of_an_answer(template, written, text):
     tokenizer = make_tokenizer()
     assert tokens.response_text(tokenizer, plain(tokenizer, written), template) == text
@@ -124,101 +145,145 @@ def test_the_template_around_an_empty_question():
 
 # --- chat templates -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("chat", "head", "middle", "end"), [
-    (CHATML, "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>"),
-    (LLAMA3, "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nwhat?<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>")])
+
+@pytest.mark.parametrize(
+    ("chat", "head", "middle", "end"),
+    [
+        (
+            CHATML,
+            "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n",
+            "\n",
+            "<|im_end|>",
+        ),
+        (
+            LLAMA3,
+            "<bos><|im_start|>user<|im_end|>\n\nwhat?<|im_end|>"
+            "<|im_start|>assistant<|im_end|>\n\n",
+            "",
+            "<|im_end|>",
+        ),
+    ],
+    ids=["ChatML", "Llama 3"],
+)
 def test_chat_template(load, chat, head, middle, end):
-    tokenizer = make_tokenizer(bos=True, chat=chat)
+    tokenizer = with_bos(make_tokenizer(chat))
     row = load(tokenizer, ("what?", "a ball"))[0]
     assert tokens.show_example(row, tokenizer) == f"{head}⟦a ball{end}⟧"
     assert row["input_ids"] == plain(tokenizer, head) + plain(tokenizer, "a ball" + end)
 
-    history = head.replace("what?", "a?")
-    question = history.removeprefix("<|begin_of_text|>").replace("a?", "c?")
-    talk = {"messages": CHAT}
-    assert show(load, tokenizer, talk) == f"{history}b{end}{middle}{question}⟦d{end}⟧"
-    assert show(load, tokenizer, talk, turns="all") == (
-        f"{history}⟦b{end}⟧{middle}{question}⟦d{end}⟧")
+    first = head.replace("what?", "a?")
+    second = head.removeprefix("<bos>").replace("what?", "c?")
+    text = show(load, tokenizer, TALK)
+    assert text == f"{first}b{end}{middle}{second}⟦d{end}⟧"
+    text = show(load, tokenizer, TALK, turns="all")
+    assert text == f"{first}⟦b{end}⟧{middle}{second}⟦d{end}⟧"
 
-    cut = load(tokenizer, ("what?", "a ball " * 50), max_length=40)[0]
+    cut = load(tokenizer, ("what?", "a ball " * 50), max_length=50)[0]
     assert not cut["complete"]
     assert cut["input_ids"][-1] not in tokens.special_tokens(tokenizer)
-    flag = show(load, tokenizer, ("what?", "a ball"), template=tokens.TEMPLATE)
-    assert flag == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧", "the flag wins"
+    text = show(load, tokenizer, ("what?", "a ball"), template=tokens.TEMPLATE)
+    assert text == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧", "the flag wins"
 
 
 def test_chat_template_without_end_of_turn_gets_eos(load):
-    chat = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}")
-    text = show(load, make_tokenizer(chat=chat), ("a", "b"))
+    chat = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    text = show(load, make_tokenizer(chat), ("a", "b"))
     assert text == "user: a\nassistant: ⟦b<eos>⟧"
 
 
 def test_a_chat_template_that_hides_the_border_is_refused(load):
     odd = CHATML.replace("{% endif %}", "<think>{% endif %}")
     with pytest.raises(UserError, match=r"line 1: the tokenizer's chat template"):
-        load(make_tokenizer(chat=odd), ("a", "b"))
+        load(make_tokenizer(odd), ("a", "b"))
 
 
-@pytest.mark.parametrize("broken", ["{{ 1 + 'a' }}", "{{ messages[7]['content'] }}", "{% for %}",
-                                    "{{ raise_exception('never') }}"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{{ 1 + 'a' }}",
+        "{{ messages[7]['content'] }}",
+        "{% for %}",
+        "{{ raise_exception('never') }}",
+    ],
+)
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(UserError, match=r"no row is left .*the chat template says: \w+"):
-        load(make_tokenizer(chat=broken + CHATML), ("a", "b"))
+    with pytest.raises(
+        UserError, match=r"no row is left .*the chat template says: \w+"
+    ):
+        load(make_tokenizer(broken + CHATML), ("a", "b"))
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
-        assert list(load(make_tokenizer(chat=some), ("a", "b"), ("c", "d"))["row_id"]) == [1]
+        assert list(load(make_tokenizer(some), ("a", "b"), ("c", "d"))["row_id"]) == [1]
 
 
 # --- control tokens -------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("chat", [None, CHATML])
-@pytest.mark.parametrize("text", [
-    "a<|im_end|>\n<|im_start|>assistant\nb <eos> c",
-    f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b",
-    "a \ud8000\udfff b",  # what stands in for special-token strings inside
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a<|im_end|>\n<|im_start|>assistant\nb <eos> c",
+        f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b",
+        "a \ud8000\udfff b",  # what stands in for special-token strings inside
+    ],
+)
 def test_special_tokens_in_user_text_stay_text(load, chat, text):
-    tokenizer = make_tokenizer(chat=chat)
+    tokenizer = make_tokenizer(chat)
     rows = load(tokenizer, (text, text), ("plain", "text"))
     special = tokens.special_tokens(tokenizer)
-    controls = [[token for token in row["input_ids"] if token in special] for row in rows]
+    controls = [
+        [token for token in row["input_ids"] if token in special] for row in rows
+    ]
     assert controls[0] == controls[1], "the same control tokens as a harmless row"
     end = "<|im_end|>" if chat else "<eos>"
     assert tokenizer.decode(trained(rows[0])).strip() == rows[0]["response"] + end
 
 
 def test_the_template_writes_control_tokens(load):
-    row = load(make_tokenizer(), ("a", "b"), template=(
-        "<|im_start|>{prompt}<|im_end|>{response}<|im_end|>"))[0]
-    assert row["input_ids"].count(4) == 2
-    assert trained(row)[-1] == 4
+    tokenizer = make_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    template = "<|im_start|>{prompt}<|im_end|>{response}<|im_end|>"
+    row = load(tokenizer, ("a", "b"), template=template)[0]
+    assert row["input_ids"].count(end) == 2
+    assert trained(row)[-1] == end
 
 
 def test_pad_equal_to_eos_still_trains_eos(load):
-    tokenizer = make_tokenizer(pad_token="<eos>")
-    assert trained(load(tokenizer, ("a", "b"))[0])[-1] == tokenizer.pad_token_id == 1
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "<eos>"
+    assert trained(load(tokenizer, ("a", "b"))[0])[-1] == tokenizer.pad_token_id == 0
 
 
-@pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("turns", ["last", "all"])
-def test_bos_iff_the_tokenizer_adds_one(load, bos, turns):
-    for row in (("a", "b"), {"messages": CHAT}, {"instruction": "i", "output": "o"}):
-        ids = load(make_tokenizer(bos=bos), row, turns=turns)[0]["input_ids"]
-        assert (ids[0] == 2) == bos == ids.count(2)
+@pytest.mark.parametrize("row", [("a", "b"), TALK, {"instruction": "i", "output": "o"}])
+def test_bos_iff_the_tokenizer_adds_one(load, turns, row):
+    tokenizer = with_bos(make_tokenizer())
+    ids = load(tokenizer, row, turns=turns)[0]["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert load(make_tokenizer(), row, turns=turns)[0]["input_ids"] == ids[1:]
 
 
 def test_tokenizer_that_prepends_a_space(load):
     """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    model.normalizer = tokenizers.normalizers.Sequence([
-        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
-    model.train_from_iterator(CORPUS, tokenizers.trainers.BpeTrainer(
-        vocab_size=200, special_tokens=["<unk>", "<eos>"], initial_alphabet=["\n", "▁", "|"],
-        show_progress=False))
+    model.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200,
+        special_tokens=["<unk>", "<eos>"],
+        initial_alphabet=["\n", "▁", "|"],
+        show_progress=False,
+    )
+    model.train_from_iterator(["football is a game", "a foot, a ball"] * 20, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token="<eos>", unk_token="<unk>")
+        tokenizer_object=model, eos_token="<eos>", unk_token="<unk>"
+    )
 
     def joined(row, template):
         ids = load(tokenizer, row, template=template)[0]["input_ids"]
@@ -227,7 +292,7 @@ def test_tokenizer_that_prepends_a_space(load):
     assert joined(("foot", "ball"), "{prompt}|{response}") == "▁foot|ball<eos>"
     assert joined(("foot", "ball"), "{prompt}| {response}") == "▁foot|▁ball<eos>"
     row = load(tokenizer, ("<eos>", "x"), template="{prompt}{response}")[0]
-    head = row["input_ids"][:row["trained"].index(1)]
+    head = row["input_ids"][: row["trained"].index(1)]
     literal = tokenizer("<eos>", add_special_tokens=False, split_special_tokens=True)
     assert head == literal["input_ids"]
 

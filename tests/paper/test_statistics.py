@@ -1,73 +1,92 @@
 """Statistics over seeds, by hand."""
 
-import itertools
 import statistics
 
 import pytest
 
 from paper.statistics import (
-    by_chance,
-    cell,
-    claims_of,
-    paired,
+    cell_of,
+    cell_text,
+    cells_of,
+    claim_row,
+    interval,
+    interval_text,
     prefer_unmasked,
-    seed_verdict,
+    with_base,
 )
 
 
-def test_paired_is_the_sign_flip_test_by_enumeration():
-    first, second = [3.0, 1.0, 4.0, 1.5], [2.0, 1.5, 2.0, 1.0]
-    d = [a - b for a, b in zip(first, second, strict=True)]  # 1, -0.5, 2, 0.5: sum 3
-    extreme = sum(abs(sum(s * x for s, x in zip(signs, d, strict=True))) >= 3
-                  for signs in itertools.product((1, -1), repeat=4))
-    assert extreme == 6  # +3 twice, +4 once, and their mirror images
-    assert paired(first, second) == (0.75, extreme / 16)
-    assert paired([1, 1, 1, 1], [2, 2, 2, 2]) == (-1.0, 0.125)  # the least of 4
+def test_a_cell_is_mean_and_sample_deviation_of_what_was_measured():
+    cell = cell_of([1.0, 2.0, None, 4.0])
+    assert cell["mean"] == pytest.approx(7 / 3)
+    assert cell["std"] == pytest.approx(statistics.stdev([1, 2, 4]))
+    assert cell["seeds"] == [1, 2, 4]
+    assert cell_of([None]) is None
 
 
-@pytest.mark.parametrize(("first", "word"), [
-    ([0.1, 0.2, 0.3, 0.4], "4 of 4"), ([1.1, 1.2, 1.3, 1.4], "0 of 4"),
-    ([0.1, 0.2, 0.3, 1.4], "3 of 4"), ([1.0] * 4, "0 of 4")])
-def test_a_verdict_is_the_number_of_seeds(first, word):
-    assert seed_verdict(first, [1.0] * 4)[0] == word
-    assert seed_verdict(first[:3], [1.0] * 3)[0] == f"{min(3, int(word[0]))} of 3"
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([1.0, 2.0, 4.0], "2.333 ± 1.528"),
+        ([2.0], "2.000"),
+        ([99.0, 101.0], "100 ± 1"),
+        ([None], "-"),
+    ],
+)
+def test_what_a_cell_looks_like(values, text):
+    assert cell_text(cell_of(values)) == text
 
 
-def test_a_verdict_has_the_difference_and_p():
-    assert seed_verdict([0.5] * 4, [1.0] * 4) == ["4 of 4", "-0.5000", "0.125"]
+def test_a_cell_without_a_number_is_left_out():
+    results = {"BDS": [{"a": 1.0}, {"a": 3.0}], "LESS": [{"b": 1.0}, {}]}
+    rows = cells_of(results, ["a", "b"])
+    assert list(rows["BDS"]) == ["a"]
+    assert rows["LESS"]["b"]["seeds"] == [1.0]
 
 
-def test_claims_are_made_where_both_methods_were_measured():
-    results = {"a": [{"x": 1.0}] * 4, "b": [{"x": 2.0}] * 4, "c": [{"x": None}] * 4}
-    claims = [("a below b", "a", "b", "x"), ("b below a", "b", "a", "x"), ("c", "c", "a", "x"),
-              ("not run", "a", "d", "x")]
-    assert claims_of(claims, results) == [["a below b", "4 of 4", "-1.0000", "0.125"],
-                                          ["b below a", "0 of 4", "+1.0000", "0.125"]]
+def test_an_interval_is_students_t():
+    """Against scipy's t: mean 2, n = 4, sd 1.29099, half width 3.1824 x sd / 2."""
+    mean, half = interval([0.5, 1.5, 2.5, 3.5])
+    assert mean == 2
+    assert half == pytest.approx(2.0542, abs=1e-4)
+    assert interval([-0.1]) == (-0.1, None)
+    assert interval([-0.1, -0.2])[1] == pytest.approx(0.6353, abs=1e-4)
 
 
-def test_chance_alone_by_enumeration_of_signs():
-    """Fair coins: the share of sign patterns over n seeds that are all alike, times the claims."""
-    for seeds in (1, 3, 4):
-        patterns = list(itertools.product((1, -1), repeat=seeds))
-        alike = sum(len(set(pattern)) == 1 for pattern in patterns) / len(patterns)
-        line = by_chance([f"1 of {seeds}"] * 7)
-        assert f"{7 * alike:.1f} of these 7 claims" in line and f"p = {alike:.3g} each" in line
-    assert "13.2 of these 106 claims" in by_chance(["4 of 4"] * 106)
-    assert "0.4 of these 2 claims" in by_chance(["4 of 4", "1 of 3"])  # 1/8 + 1/4
-    assert "p = 0.125 or 0.25 each" in by_chance(["4 of 4", "1 of 3"])
+def test_small_differences_have_three_decimals():
+    assert interval_text(-0.15, 0.0123) == "-0.150 ± 0.012"
+    assert interval_text(2.0, 2.0542) == "+2.0 ± 2.1"
+    assert interval_text(-0.1, None) == "-0.100, one seed"
 
 
-def test_cells_are_mean_and_sample_deviation_of_what_was_measured():
-    values = [1.0, 2.0, 4.0]
-    assert cell([*values, None]) == f"{7 / 3:.3f} ± {statistics.stdev(values):.3f}"
-    assert (cell([2.0]), cell([None])) == ("2.000", "-")
-    assert (cell([99.0, 101.0]), cell([136.91])) == ("100 ± 1", "137")
+@pytest.mark.parametrize(
+    ("differences", "seeds", "verdict"),
+    [
+        ([-0.1, -0.1, -0.1, -0.2], "4 of 4", "as claimed"),
+        ([0.1, 0.1, 0.1, 0.2], "0 of 4", "the reverse"),
+        ([-0.1, -0.1, -0.1, 0.2], "3 of 4", "not resolved"),
+        ([-0.1], "1 of 1", "not resolved"),
+    ],
+)
+def test_a_verdict_needs_the_whole_interval(differences, seeds, verdict):
+    text, counted, _, said = claim_row("a below b", differences)
+    assert (text, counted, said) == ("a below b", seeds, verdict)
 
 
 def test_masked_rows_and_faults_that_they_alone_have_are_left_out():
-    run = {"base/upper_heldout": 1.0, "weight/auroc": 0.5, "weight/auroc/plain": 0.6,
-           "base/auroc/contrary": 0.7, "weight/recall/plain": 0.8}
-    assert prefer_unmasked(run) == run  # an offline run
-    assert prefer_unmasked(run | {"weight_unmasked/auroc": 0.9, "base_unmasked/auroc": None}
-                           ) == {"base/upper_heldout": 1.0, "weight/auroc": 0.9,
-                                 "base/auroc": None}
+    run = {
+        "base/upper_heldout": 1.0,
+        "weight/auroc": 0.5,
+        "weight/auroc/plain": 0.6,
+        "weight/recall/plain": 0.8,
+    }
+    assert prefer_unmasked(run) == run  # An offline run has no such metrics.
+    online = prefer_unmasked({**run, "weight_unmasked/auroc": 0.9})
+    assert online == {"base/upper_heldout": 1.0, "weight/auroc": 0.9}
+
+
+def test_the_base_model_comes_first_without_its_ranking():
+    run = {"upper_heldout": 1.0, "base/upper_heldout": 2.0, "base/auroc": 0.5}
+    results = with_base({"BDS": [run]})
+    assert list(results) == ["base model", "BDS"]
+    assert results["base model"] == [{"upper_heldout": 2.0}]

@@ -1,0 +1,71 @@
+"""Zero-shot questions, win rate and examples: the commands, and the toy's own judge."""
+
+import json
+import shlex
+
+import eval as evaluation
+from evaluation import winrate
+from paper import answers
+from paper.__main__ import main
+from toy import corpus
+
+SMALL = ["--scale", "small", "--name", "my runs", "--list", "--seeds", "1", "--only", "BDS"]
+
+
+def commands(capsys, *words):
+    """The commands of eval.py that a target prints."""
+    capsys.readouterr()
+    main([words[0], *SMALL, *words[1:]])
+    lines = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
+    return [line[1:] for line in lines if line[0] == "eval.py"]
+
+
+def test_the_commands_parse(here, capsys):
+    base, ours = commands(capsys, "qa", "--qa", "--local 'my questions'")
+    assert evaluation.parse_args(base).base and not evaluation.parse_args(ours).base
+    assert evaluation.parse_args(ours).runs == "runs/my runs/bds/seed-0"
+    assert evaluation.parse_args(ours).local == "my questions"
+    (shown,) = commands(capsys, "examples", "--prompts", "my prompts.json")
+    assert evaluation.parse_args(shown).prompts == "my prompts.json"
+    base, ours, judge = commands(
+        capsys, "winrate", "--prompts", "p.json", "--judge", "--local 'my judge'"
+    )
+    assert "--base" in base and "--base" not in ours
+    assert evaluation.parse_args(ours).prompts == "p.json"
+    verdicts = evaluation.parse_args(judge)
+    assert verdicts.local == "my judge" and verdicts.reference.endswith("answers-base.json")
+
+
+def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
+    """Right against wrong 2, the other way round 1, alike 1.5."""
+    rows = corpus.make_rows(seed=0)["heldout"][:3]
+    folder = here / "runs/toy/bds"
+    folder.mkdir(parents=True)
+    for name, right in (("seed-0", [True, False, True]), ("base", [False, True, True])):
+        outputs = []
+        for row, good in zip(rows, right, strict=True):
+            outputs.append(
+                {"instruction": row["prompt"], "output": row["answer"] if good else "no"}
+            )
+        winrate.write_list(folder / f"answers-{name}.json", outputs)
+    monkeypatch.setattr(answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]})
+    monkeypatch.setattr(answers, "run", lambda *_: None)
+    main(["winrate", "--seeds", "1"])
+    cells = json.loads((here / "results/toy_winrate.json").read_text())["rows"]["BDS"]
+    assert {key: cell["mean"] for key, cell in cells.items()} == {
+        "win_rate": 50,
+        "n_draws": 1,
+        "n_missing": 0,
+    }
+
+
+def test_verdicts_that_are_missing_are_counted(here, monkeypatch):
+    folder = here / "runs/small/bds"
+    folder.mkdir(parents=True)
+    verdicts = [{"instruction": "a?", "preference": 2}, {"instruction": "b?", "preference": None}]
+    winrate.write_list(folder / "answers-seed-0.judged.json", verdicts)
+    monkeypatch.setattr(answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]})
+    monkeypatch.setattr(answers, "run", lambda *_: None)
+    main(["winrate", "--scale", "small", "--prompts", "p.json", "--judge", "--local m"])
+    cells = json.loads((here / "results/small_winrate.json").read_text())["rows"]["BDS"]
+    assert (cells["win_rate"]["mean"], cells["n_missing"]["mean"]) == (100, 1)

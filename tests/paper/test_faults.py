@@ -1,0 +1,69 @@
+"""Faults made on purpose."""
+
+import random
+
+import pytest
+from conftest import make_rows, write_rows
+
+from paper import faults
+from paper.__main__ import parse_args
+from utils import UserError, read_jsonl
+
+ROW = {
+    "prompt": "Why is the sky blue?",
+    "response": "Because air scatters blue light more. It was shown in 1871 by Rayleigh.",
+}
+DONOR = {"prompt": "Who was it?", "response": "It was found by Newton in London in 1704."}
+
+
+def spoilt(kind, seed):
+    return kind(ROW, DONOR, random.Random(seed))
+
+
+@pytest.mark.parametrize("kind", faults.KINDS)
+def test_every_fault_changes_the_answer_and_repeats_with_its_seed(kind):
+    assert spoilt(kind, 3) == spoilt(kind, 3) != ROW["response"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_faults_are_what_they_say(seed):
+    words = ROW["response"].split()
+    assert spoilt(faults.swapped, seed) == DONOR["response"]
+    assert sorted(spoilt(faults.shuffled, seed).split()) == sorted(words)
+    cut = spoilt(faults.cut, seed)
+    assert ROW["response"].startswith(cut) and 2 <= len(cut.split()) < len(words)
+    again = spoilt(faults.repeated, seed)
+    assert again.startswith(ROW["response"]) and again.count("in 1871 by Rayleigh.") > 2
+    assert spoilt(faults.echo, seed) == ROW["prompt"]
+    changed = spoilt(faults.changed, seed).split()
+    assert "not" in changed or changed.count("1871") == 0
+    assert abs(len(changed) - len(words)) <= 1
+
+
+def test_a_share_of_the_rows_is_spoilt_in_all_ways():
+    rows = [{**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(100, 1)]
+    labelled = faults.spoil(rows, 0.3, seed=0)
+    bad = [row for row in labelled if row["bad"]]
+    assert (len(labelled), len(bad)) == (90, 27)
+    assert {row["kind"] for row in bad} == {kind.__name__ for kind in faults.KINDS}
+    originals = {row["prompt"]: row["response"] for row in rows}
+    for row in labelled:
+        assert row["bad"] == (row["response"] != originals[row["prompt"]])
+        assert row["bad"] == (row["kind"] != "clean")
+    assert labelled == faults.spoil(rows, 0.3, seed=0)
+    with pytest.raises(UserError, match="could not be spoilt"):
+        faults.spoil([{"prompt": "a", "response": "too short"}] * 20, 0.3, seed=0)
+
+
+def test_the_spoilt_rows_take_the_place_of_the_good_ones(here, folders):
+    rows = [{**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(40, 1)]
+    write_rows("good.jsonl", rows)
+    write_rows("trusted.jsonl", make_rows(20, 2))
+    data = f"--model {folders['llama']} --lower good.jsonl --lower-limit 30 --upper trusted.jsonl"
+    words = ["selectors", "--scale", "small", "--name", "own", "--faults", "0.2", "--data", data]
+    args = parse_args(words)
+    file = "runs/own/rows/faults-0.2.jsonl"
+    kept = f"--model {folders['llama']} --upper trusted.jsonl --lower {file}"
+    assert faults.write_faulty(args, args.data) == kept.split()
+    labelled = read_jsonl(file)
+    assert len(labelled) == 27 and sum(row["bad"] for row in labelled) == 5
