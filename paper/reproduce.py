@@ -43,9 +43,8 @@ def losses_table(args):
     results = with_base(results_of(files))
     published = PUBLISHED[args.target]
     rows = [[name, *published[name].values()] for name in wanted if name in published]
-    if rows:
-        print("\nthe paper's upper / lower losses")
-        print(table(["", *published["BDS"]], rows))
+    print("\nthe paper's upper / lower losses")
+    print(table(["", *published["BDS"]], rows))
     print("\nlosses in nats a token, mean ± std over seeds; lower is better")
     show(args, results, {**LOSSES, **RANKS})
 
