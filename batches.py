@@ -1,4 +1,4 @@
-"""Which rows a step reads, how they are packed, and the losses of rows without a gradient.
+"""Which rows a step reads, how they are cut into forwards, and losses without a gradient.
 
 Rows are tokenised (data/tokens.py): "input_ids", and "trained", which is 1 where a token carries
 loss. A sequence is one such row; a preference pair holds two.
@@ -7,6 +7,7 @@ loss. A sequence is one such row; a preference pair holds two.
 import functools
 import math
 
+from data.tokens import TOKEN_COLUMNS
 from runtime.processes import all_sum, in_step, rank, world_size
 from utils import content_hash
 
@@ -14,19 +15,23 @@ from utils import content_hash
 import torch
 from tqdm import tqdm
 
-from logprobs import sequence_logprobs
+from logprobs import pack, sequence_logprobs
 from models import is_sharded
 
-TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
-SPARE_ROW = {"input_ids": [0, 0], "trained": [0, 1]}  # runs a forward whose result is not used
+SPARE_ROW = {
+    "input_ids": [0, 0],
+    "trained": [0, 1],
+}  # runs a forward whose result is not used
 
 
 # --- order ----------------------------------------------------------------------------------------
 
+
 def seeded(*names):
     """A generator of its own: it does not depend on what else drew random numbers."""
-    return torch.Generator().manual_seed(int(content_hash(*map(str, names)), 16) >> 1)
+    seed = int(content_hash(*map(str, names)), 16) >> 1
+    return torch.Generator().manual_seed(seed)
 
 
 @functools.lru_cache(maxsize=4)
@@ -40,60 +45,72 @@ def permutation(num_rows, seed, epoch, stream):
 
 def epoch_batch(num_rows, batch, seed, epoch, k):
     """Positions of the lower rows that step k of an epoch reads, (B,); the last may be fewer."""
-    return permutation(num_rows, seed, epoch, stream=0)[k * batch:][:batch]
+    order = permutation(num_rows, seed, epoch, stream=0)
+    return order[k * batch : (k + 1) * batch]
 
 
 def cycle(num_rows, start, count, seed):
-    """Positions start .. start + count - 1 of an endless run of seeded permutations -> (count,)."""
-    first, last = start // num_rows, (start + count - 1) // num_rows
-    order = torch.cat([permutation(num_rows, seed, c, stream=1)
-                       for c in range(first, last + 1)])
-    return order[start - first * num_rows:][:count]
+    """Positions start .. start + count - 1 of an endless run of seeded permutations, (count,)."""
+    first = start // num_rows
+    last = (start + count - 1) // num_rows
+    orders = [permutation(num_rows, seed, c, stream=1) for c in range(first, last + 1)]
+    return torch.cat(orders)[start - first * num_rows :][:count]
 
 
 def coming_rows(num_rows, batch, seed, step, last):
     """The distinct lower rows that steps `step` .. `last - 1` read, epochs included, sorted."""
     per_epoch = math.ceil(num_rows / batch)
-    steps = (epoch_batch(num_rows, batch, seed, *divmod(s, per_epoch)) for s in range(step, last))
-    return sorted(set().union(*(rows.tolist() for rows in steps)))
+    rows = set()
+    for coming in range(step, last):
+        epoch, k = divmod(coming, per_epoch)
+        rows.update(epoch_batch(num_rows, batch, seed, epoch, k).tolist())
+    return sorted(rows)
 
 
-# --- rows to a packed sequence --------------------------------------------------------------------
+# --- rows and sequences ---------------------------------------------------------------------------
+
 
 def tokens_only(rows):
     """The columns that `pack` reads: what is not selected is not copied out of the Arrow file."""
     if isinstance(rows, list):
         return rows
-    return rows.select_columns([name for name in rows.column_names if name in TOKEN_COLUMNS])
+    return rows.select_columns(
+        [name for name in rows.column_names if name in TOKEN_COLUMNS]
+    )
 
 
 def take(rows, indices):
     """The rows at `indices` (a tensor or list) as a list of dictionaries, in one read."""
     columns = rows[[int(i) for i in indices]]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def each_row(rows, *columns):
-    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
-    for part in rows.select_columns([*columns]).iter(batch_size=10_000):
-        yield from zip(*(part[name] for name in columns), strict=True)
+    return [
+        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+    ]
 
 
 def sequences(rows):
     """The token sequences of rows: a pair gives its chosen and then its rejected one."""
-    return [side for row in rows for side in (
-        [row] if "rejected_input_ids" not in row else
-        [row, {"input_ids": row["rejected_input_ids"], "trained": row["rejected_trained"]}])]
+    flat = []
+    for row in rows:
+        if "rejected_input_ids" not in row:
+            flat.append(row)
+            continue
+        rejected = {
+            "input_ids": row["rejected_input_ids"],
+            "trained": row["rejected_trained"],
+        }
+        flat += [row, rejected]
+    return flat
 
 
 def prompt_of(row):
     """The prompt's tokens of a tokenised row (everything before the first trained token)."""
-    return row["input_ids"][:row["trained"].index(1)]
+    return row["input_ids"][: row["trained"].index(1)]
 
 
 def response_of(row):
-    return [token for token, trained in zip(row["input_ids"], row["trained"], strict=True)
-            if trained]
+    """The trained tokens of a row."""
+    pairs = zip(row["input_ids"], row["trained"], strict=True)
+    return [token for token, trained in pairs if trained]
 
 
 def answer_row(prompt, tokens):
@@ -101,65 +118,58 @@ def answer_row(prompt, tokens):
     return {"input_ids": prompt + tokens, "trained": [0] * len(prompt) + [1] * len(tokens)}
 
 
-def pack(rows, device="cpu"):
-    """Rows -> one sequence without padding, T tokens in all, for `logprobs.sequence_logprobs`.
+def count_tokens(rows):
+    """Tokens of a list of sequences, prompts included."""
+    return sum(len(row["input_ids"]) for row in rows)
 
-    input_ids, position_ids (1, T): positions restart at every row, which is what isolates rows.
-    cu_seqlens (B + 1,) int32: where each row starts, and T.
-    targets (T,): the next token of the same row; 0 at a row's last position.
-    response_mask (T,): True where the target carries loss.
-    """
-    ids, positions, targets, mask, starts = [], [], [], [], [0]
-    for row in rows:
-        ids += row["input_ids"]
-        positions += range(len(row["input_ids"]))
-        targets += [*row["input_ids"][1:], 0]
-        mask += [*row["trained"][1:], 0]
-        starts.append(len(ids))
-    return {
-        "input_ids": torch.tensor([ids], dtype=torch.int64, device=device),
-        "position_ids": torch.tensor([positions], dtype=torch.int64, device=device),
-        "cu_seqlens": torch.tensor(starts, dtype=torch.int32, device=device),
-        "targets": torch.tensor(targets, dtype=torch.int64, device=device),
-        "response_mask": torch.tensor(mask, dtype=torch.bool, device=device),
-    }
+
+# --- the forwards of a step -----------------------------------------------------------------------
 
 
 def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     """This process's forwards of a step: (upper places, lower places, sequences to pack) each.
 
-    upper_rows, lower_rows: of every row of the step its sequences (a pair has two, a question G).
+    upper_rows, lower_rows: for every row of the step its sequences (a pair has two, a question G).
     Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
-    def parts():
-        mine = range(rank(), max(len(upper_rows), len(lower_rows)), world_size())
-        upper = [i for i in mine if i < len(upper_rows)]
-        lower = [i for i in mine if i < len(lower_rows)]
-        for start in range(0, max(len(upper), len(lower)), micro_batch):
-            part = slice(start, start + micro_batch)
-            yield upper[part], lower[part]
-
-    for places in in_step(parts(), sharded):
+    for places in in_step(
+        _places_here(len(upper_rows), len(lower_rows), micro_batch), sharded
+    ):
         upper, lower = places or ([], [])
-        sequences = [s for rows, mine in ((upper_rows, upper), (lower_rows, lower))
-                     for i in mine for s in rows[i]]
-        if sequences or sharded:
-            yield upper, lower, sequences or [SPARE_ROW]
+        packed = []
+        for rows, level in ((upper_rows, upper), (lower_rows, lower)):
+            for i in level:
+                packed += rows[i]
+        if packed or sharded:
+            yield upper, lower, packed or [SPARE_ROW]
+
+
+def _places_here(num_upper, num_lower, micro_batch):
+    """Places of this process's rows of both levels, at most `micro_batch` of each at a time."""
+    upper = range(rank(), num_upper, world_size())
+    lower = range(rank(), num_lower, world_size())
+    for start in range(0, max(len(upper), len(lower)), micro_batch):
+        block = slice(start, start + micro_batch)
+        yield list(upper[block]), list(lower[block])
 
 
 # --- losses without a gradient --------------------------------------------------------------------
 
+
 def token_groups(rows, indices, label=None):
     """Lists of the rows at `indices`, in order, of at most TOKENS_AT_ONCE tokens or one row."""
-    group, tokens = [], 0
+    group = []
+    tokens = 0
     # Inside another bar, and only for people: in a log file the outer bar is enough.
-    for index in tqdm(indices, desc=label, disable=label is None or None, unit="row", delay=2,
-                      leave=False):
+    hidden = True if label is None else None
+    bar = tqdm(indices, desc=label, disable=hidden, unit="row", delay=2, leave=False)
+    for index in bar:
         row = rows[index]
         if group and tokens + len(row["input_ids"]) > TOKENS_AT_ONCE:
             yield group
-            group, tokens = [], 0
+            group = []
+            tokens = 0
         group.append(row)
         tokens += len(row["input_ids"])
     if group:
@@ -171,8 +181,9 @@ def own_groups(model, rows, label=None):
 
     Every world_size()-th row; a sharded model gets spare ones without a place while others go on.
     """
-    indices = range(len(rows))[rank()::world_size()]
-    start, groups = 0, token_groups(tokens_only(rows), indices, label)
+    indices = range(len(rows))[rank() :: world_size()]
+    groups = token_groups(tokens_only(rows), indices, label)
+    start = 0
     for group in in_step(groups, is_sharded(model)):
         count = len(group or ())
         places = (start + torch.arange(count)) * world_size() + rank()
@@ -193,18 +204,13 @@ def row_losses(model, rows, label=None, greedy=False):
     counted = torch.zeros(2 if greedy else 1, len(rows), dtype=torch.int64)
     for places, group in own_groups(model, rows, label):
         logps, *counts = sequence_logprobs(model, pack(group, model.device), greedy=greedy)
-        losses[places] = (-logps / counts[0]).cpu()[:len(places)]
-        counted[:, places] = torch.stack(counts).cpu()[:, :len(places)]
+        losses[places] = (-logps / counts[0]).cpu()[: len(places)]
+        counted[:, places] = torch.stack(counts).cpu()[:, : len(places)]
     return all_sum(losses), *all_sum(counted)
 
 
 def mean_losses(losses, lengths, prefix):
     """{prefix: sequence mean, prefix_per_token: token mean} of (n,) losses and (n,) lengths."""
     lengths = lengths.to(losses)
-    return {prefix: losses.mean().item(),
-            f"{prefix}_per_token": ((losses * lengths).sum() / lengths.sum()).item()}
-
-
-def count_tokens(sequences):
-    """Tokens of a list of rows, prompts included."""
-    return sum(len(row["input_ids"]) for row in sequences)
+    per_token = (losses * lengths).sum() / lengths.sum()
+    return {prefix: losses.mean().item(), f"{prefix}_per_token": per_token.item()}

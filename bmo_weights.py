@@ -10,6 +10,18 @@ By the chain rule grad u = sum_m lambda_m grad L_m with lambda = softmax(-tau L)
 in closed form, no inner problem is solved. With L_m = -log pi(y_m | x) (a *sum* over tokens) and
 tau = 1, lambda_m = pi(y_m | x) / sum_m' pi(y_m' | x): the likeliest answers count most.
 
+Use. A question has G answers, written by the model itself some steps ago. `logps` (..., G) are
+their log-probs now and `old_logps` those when they were written, both *sums* over the tokens of an
+answer, by the same function at temperature 1. `losses` are the *means* over the same tokens, with a
+gradient; the weights have none. theta descends the mean over the answers of weight times loss, in
+place of the question's own loss (and times its selector weight, if it has one):
+
+    ratio = importance_ratio(logps, old_logps)           # (questions, G), one after a refresh
+    print(clamped(logps, old_logps).sum(), effective_sample_size(ratio))
+    loss = (ratio * losses).mean()                       # or, with lambda in place of the ratio:
+    loss = (response_weights(logps.detach()) * losses).sum(dim=-1).mean()
+    loss.backward()
+
 Plain tensors, everything in log space; imports nothing from the project, so it can be copied as one
 file. float64 in gives float64 out, anything else is computed and returned in float32.
 
@@ -29,13 +41,15 @@ MAX_LOG_RATIO = 5.0  # r in [1/148, 148]: far outside what a refreshed buffer sh
 
 
 def _float(x):
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _log_ratio(logps, old_logps):
-    if logps.shape != old_logps.shape:
+    if logps.shape != old_logps.shape:  # (G,) beside (n, G) would be stretched
         raise ValueError(f"log-probs now and at generation: {logps.shape} and {old_logps.shape}")
-    return (_float(logps) - _float(old_logps)).detach()
+    now = _float(logps)
+    old = _float(old_logps)
+    return (now - old).detach()
 
 
 def response_weights(logps, tau=1.0):
@@ -58,7 +72,8 @@ def importance_ratio(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
     Derivation: the prior over questions cancels, r = exp(logps - old_logps); for equal old
     log-probs r_g / sum r = pi_g / sum pi = lambda_g. It is a weight: no gradient flows through it.
     """
-    return _log_ratio(logps, old_logps).clamp(-max_log_ratio, max_log_ratio).exp()
+    log_ratio = _log_ratio(logps, old_logps)
+    return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
 
 
 def clamped(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
@@ -73,7 +88,8 @@ def lse_merit(losses, tau=1.0):
     grad u = sum_m response_weights(-losses, tau)_m grad L_m.
     Derivation: max(v) <= LSE(tau v)/tau <= max(v) + log(M)/tau with v = -L; then negate.
     """
-    return -torch.logsumexp(-tau * _float(losses), dim=-1) / tau
+    log_sum = torch.logsumexp(-tau * _float(losses), dim=-1)
+    return -log_sum / tau
 
 
 def effective_sample_size(weights):
@@ -83,6 +99,9 @@ def effective_sample_size(weights):
     """
     weights = _float(weights)
     largest = weights.amax(dim=-1, keepdim=True)
-    scaled = weights / torch.where(largest > 0, largest, torch.ones_like(largest))
+    # The scale cancels; without it a square could overflow, or vanish.
+    scale = torch.where(largest > 0, largest, 1.0)
+    scaled = weights / scale
     total = scaled.sum(dim=-1)
-    return torch.where(total > 0, total**2 / (scaled**2).sum(dim=-1).clamp_min(1e-30), total)
+    squares = (scaled**2).sum(dim=-1)
+    return total**2 / squares.clamp_min(1e-30)

@@ -2,7 +2,7 @@
 
 A model likes its own words best, so its likelihood cannot choose between the original and the
 refined answer. The original is the default. The refined one is recommended only when it is
-complete, not empty and not repetitive, and when its margin
+complete, not empty, no repetition and no copy of its question, and when its margin
 
     s(refined) - s(original),    s(y) = ( log p(y | x) - log p(y) ) / |y|
 
@@ -12,22 +12,37 @@ That bounds how often a good answer would be replaced (the false-replacement rat
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
+from dataclasses import dataclass
+
+import detect
 import models
-from batches import answer_row, each_row, prompt_of, response_of, row_losses
+from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
-from data.sets import first_places
+from data.sets import each_row, first_places
 from data.tokens import LABELS, response_text
-from detect import repetition
 from generate import generate
-from ranking import behind_blank, blank_prompt, counted_weights
+from ranking import behind_blank, blank_prompt
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
 
 # ruff: isort: split
 import torch
 
-MIN_CALIBRATION = 20  # held-out rows; with fewer a 95th percentile says nothing
+MIN_CALIBRATION = (
+    20  # held-out rows in each half; with fewer a 95th percentile says nothing
+)
+MAX_CALIBRATION = 400
 QUANTILE = 0.95
+
+
+@dataclass
+class Refined:
+    """What a rewritten answer is worth; the columns of curated.jsonl."""
+
+    refined: str
+    recommended: str
+    margin: float
+    refined_logp: float
 
 
 def end_tokens(rows, tokenizer):
@@ -42,27 +57,37 @@ def check_room(lower, max_new_tokens, context):
     """`UserError` when an answer of `max_new_tokens` does not fit behind the longest prompt."""
     longest = max(trained.index(1) for (trained,) in each_row(lower, "trained"))
     if longest + max_new_tokens > context:
-        raise UserError(f"--max-new-tokens {max_new_tokens}: behind the longest prompt, {longest} "
-                        f"tokens, it exceeds the context of {context}; lower it or --max-length")
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens}: behind the longest prompt, {longest} tokens, it "
+            f"exceeds the context of {context}; lower it or --max-length"
+        )
+
+
+# --- which answer to recommend --------------------------------------------------------------------
 
 
 def scores(model, prompts, responses, blank):
     """s(y) of every pair under the frozen base, the adapter switched off -> (n,) nats a token."""
+    pairs = zip(prompts, responses, strict=True)
+    behind_prompt = [answer_row(prompt, response) for prompt, response in pairs]
+    alone = [behind_blank(model, blank, response) for response in responses]
     with model.disable_adapter():
-        given, _ = row_losses(model, [answer_row(*pair) for pair in zip(
-            prompts, responses, strict=True)], label="scoring answers")
-        alone, _ = row_losses(model, [behind_blank(model, blank, y) for y in responses],
-                              label="scoring answers alone")
-    return alone - given
+        losses, _ = row_losses(model, behind_prompt, label="scoring answers")
+        losses_alone, _ = row_losses(model, alone, label="scoring answers alone")
+    return losses_alone - losses
 
 
-def well_formed(tokens, complete):
-    """Complete, not empty, and of more than eight 4-grams no more than half occurred before."""
-    return complete and len(tokens) > 1 and (len(tokens) <= 11 or repetition(tokens) <= 0.5)
+def well_formed(prompt, tokens, complete):
+    """Whether an answer is complete, not empty, no repetition and no copy of its prompt."""
+    if not complete or len(tokens) <= 1:
+        return False
+    is_copy = detect.is_copy(tokens[:-1], prompt)
+    repeats = len(tokens) > 11 and detect.repetition(tokens) > 0.5  # of more than eight 4-grams
+    return not is_copy and not repeats
 
 
 def recommend(margin, threshold, fine):
-    """"refined", "original" or "undecided" for one row.
+    """ "refined", "original" or "undecided" for one row.
 
     margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
@@ -78,8 +103,12 @@ def greedy(model, prompts, sampling, label):
 
     sampling: options of `generate`, of which the temperature is not used.
     """
-    return share_list(lambda own: generate(model, own, [""] * len(own), label=label, **sampling | {
-        "temperature": 0.0}), prompts)
+    options = {**sampling, "temperature": 0.0}
+
+    def write(prompts):
+        return generate(model, prompts, [""] * len(prompts), label=label, **options)
+
+    return share_list(write, prompts)
 
 
 def calibrate(model, held_out, sampling, blank):
@@ -90,89 +119,127 @@ def calibrate(model, held_out, sampling, blank):
     """
     context = models.context_length(model.config)
     places = sorted(first_places(held_out["prompt_hash"][:]).values())  # each question once
-    rows = [row for row in held_out.select(places[:400])
-            if len(prompt_of(row)) + sampling["max_new_tokens"] <= context]
+    rows = []
+    for row in held_out.select(places[:MAX_CALIBRATION]):
+        if len(prompt_of(row)) + sampling["max_new_tokens"] <= context:
+            rows.append(row)
     if len(rows) < 2 * MIN_CALIBRATION:
         return None, None
     prompts = [prompt_of(row) for row in rows]
+    trusted = [response_of(row) for row in rows]
     written = greedy(model, prompts, sampling, "trusted prompts")
-    margins = (scores(model, prompts, [tokens for tokens, _ in written], blank)
-               - scores(model, prompts, [response_of(row) for row in rows], blank))
-    fine = torch.tensor([well_formed(*answer) for answer in written])
+    new = [tokens for tokens, _ in written]
+    margins = scores(model, prompts, new, blank) - scores(model, prompts, trusted, blank)
+    fine = [
+        well_formed(prompt, *answer)
+        for prompt, answer in zip(prompts, written, strict=True)
+    ]
     half = torch.arange(len(rows)) % 2 == 0
     threshold = max(0.0, torch.quantile(margins[half], QUANTILE).item())
-    replaced = fine & (margins > threshold)
+    replaced = torch.tensor(fine) & (margins > threshold)
     return threshold, replaced[~half].double().mean().item()
 
 
-def refine(run, positions, sampling):
-    """A greedy answer to the rows at these positions, and what to do with it.
+def refine(run, rows, sampling, template):
+    """A greedy answer to each of these rows, a list of tokenised ones, and what to do with it.
 
-    Returns {position: {refined, recommended, margin, refined_logp}}, and what `calibrate` found.
+    Returns [`Refined`, one a row], and what `calibrate` says.
     """
-    model, lower = run.model, run.levels.lower
-    rows = [lower[p] for p in positions]
+    model = run.learner.model
+    blank = blank_prompt(run.rows.lower)
     prompts = [prompt_of(row) for row in rows]
+    original = [response_of(row) for row in rows]
     written = greedy(model, prompts, sampling, "refining")
     new = [tokens for tokens, _ in written]
-    blank = blank_prompt(lower)
-    threshold, false_rate = calibrate(model, run.levels.upper_heldout, sampling, blank)
-    margins = (scores(model, prompts, new, blank)
-               - scores(model, prompts, [response_of(row) for row in rows], blank)).tolist()
-    losses, lengths = row_losses(model, [answer_row(p, y)
-                                         for p, y in zip(prompts, new, strict=True)])
-    refined = {}
-    for i, position in enumerate(positions):
-        text = response_text(run.tokenizer, new[i], run.args.template)
-        fine = well_formed(*written[i]) and bool(text)
-        refined[position] = {"refined": text, "recommended": recommend(margins[i], threshold, fine),
-                             "margin": margins[i], "refined_logp": -(losses[i] * lengths[i]).item()}
-    return refined, {"refined/threshold": threshold, "refined/false_replacement": false_rate}
+    threshold, false_rate = calibrate(model, run.rows.upper_heldout, sampling, blank)
+    margins = scores(model, prompts, new, blank) - scores(model, prompts, original, blank)
+    answered = [answer_row(prompt, y) for prompt, y in zip(prompts, new, strict=True)]
+    losses, lengths = row_losses(model, answered)
+    logps = -(losses * lengths)
+    refined = []
+    for i, (tokens, complete) in enumerate(written):
+        text = response_text(run.tokenizer, tokens, template)
+        fine = bool(text) and well_formed(prompts[i], tokens, complete)
+        margin = margins[i].item()
+        choice = recommend(margin, threshold, fine)
+        refined.append(Refined(text, choice, margin, logps[i].item()))
+    return refined, {
+        "refined/threshold": threshold,
+        "refined/false_replacement": false_rate,
+    }
+
+
+# --- the file -------------------------------------------------------------------------------------
 
 
 def current_logps(model, buffer):
     """{position: (G,) log-probs of its training answers under the model of now}."""
-    positions = sorted(p for p in buffer if buffer[p].old_logps is not None)
+    positions = sorted(buffer)
     if not positions:
         return {}
-    losses, lengths = row_losses(model, [row for p in positions for row in buffer[p].rows],
-                                 label="ratios")
+    rows = []
+    for position in positions:
+        rows += buffer[position].rows
+    losses, lengths = row_losses(model, rows, label="ratios")
     logps = (-losses.double() * lengths).view(len(positions), -1)
     return dict(zip(positions, logps, strict=True))
 
 
-def curated_set(run, mask, buffer, sampling, ranks, kept, rewrite):
-    """Answer the bottom-R rows once more, greedily, and write `curated.jsonl`, best row first.
+def write_curated(path, lower, ranked, buffer, current, refined):
+    """Write `curated.jsonl`, best row first; its columns are those of docs/glossary.md.
 
-    ranks (N,), kept (N,) bool: of weights.jsonl. mask (N,) bool, buffer {position: `Answers`}.
-    A mask that was given is answered, not the bottom R. rewrite: `refine`, or that of accept.py.
-    One line a row, its columns are those of docs/glossary.md. Returns metrics for the result.
+    ranked: columns (N,) by name, with rank; buffer {position: `Answers` of train_online.py};
+    current: see `current_logps`; refined {position: `Refined`}.
     """
-    lower, weights = run.levels.lower, counted_weights(run.selector, mask)
-    bottom = ranks > len(lower) - round(run.args.ratio_masked * len(lower))
-    bottom = (bottom if run.given_mask is None else mask).nonzero().flatten().tolist()
-    refined, metrics = rewrite(run, bottom, sampling)
-    current = current_logps(run.model, buffer)
 
-    def entry(p):
+    def line(p):
         row = lower[p]
-        line = {"row_id": row["row_id"], "hash": row["hash"], "rank": int(ranks[p]),
-                "kept": bool(kept[p]), "prompt": row["prompt"], "response": row["response"],
-                "refined": None, "recommended": "original", "margin": None, "refined_logp": None,
-                "weight": weights[p].item(), "masked": bool(mask[p]),
-                "generated_at": buffer[p].step if p in buffer else None,
-                **dict.fromkeys(("ratio", "logps", "old_logps", "way", "source", "why")),
-                **{name: value for name, (value,) in run.tested([p]).items()}}
-        if p in current:
+        entry = {name: row[name] for name in ("row_id", "hash", "prompt", "response")}
+        entry |= {name: values[p].item() for name, values in ranked.items()}
+        entry |= {
+            "refined": None,
+            "recommended": "original",
+            "margin": None,
+            "refined_logp": None,
+        }
+        entry |= dict.fromkeys(("generated_at", "ratio", "logps", "old_logps"))
+        if p in refined:
+            entry |= vars(refined[p])
+        if p in buffer:
             old = buffer[p].old_logps
-            line |= {"logps": current[p].tolist(), "old_logps": old.tolist(),
-                     "ratio": (current[p] - old).clamp(-700, 700).exp().tolist()}
-        return line | refined.get(p, {}) | {name: row[name] for name in LABELS if name in row} | (
-            {"messages": conversation(row)} if row.get("messages") else {})
+            entry["generated_at"] = buffer[p].step
+            entry["logps"] = current[p].tolist()
+            entry["old_logps"] = old.tolist()
+            entry["ratio"] = (current[p] - old).clamp(-700, 700).exp().tolist()
+        entry |= {name: row[name] for name in LABELS if name in row}
+        if row.get("messages"):
+            entry["messages"] = conversation(row)
+        return entry
 
     if rank() == 0:
-        write_jsonl(run.out / "curated.jsonl", map(entry, ranks.argsort().tolist()))
-    choices = [answer["recommended"] for answer in refined.values()
-               if answer["refined"] is not None]
-    return metrics | {"refined/answers": len(choices)} | {
-        f"refined/{c}": choices.count(c) for c in ("refined", "original", "undecided")}
+        order = ranked["rank"].argsort().tolist()
+        write_jsonl(path, (line(p) for p in order))
+
+
+def curated_set(run, places, buffer, ranked, sampling, template):
+    """Answer the rows at `places` once more, greedily, and write `curated.jsonl`.
+
+    run: the `session.Run`; buffer, ranked: see `write_curated`. Returns metrics for the result.
+    """
+    model = run.learner.model
+    lower = run.rows.lower
+    bottom = [lower[place] for place in places]
+    answers, metrics = refine(run, bottom, sampling, template)
+    refined = dict(zip(places, answers, strict=True))
+    current = current_logps(model, buffer)
+    write_curated(run.out / "curated.jsonl", lower, ranked, buffer, current, refined)
+    choices = [answer.recommended for answer in answers]
+    metrics["refined/answers"] = len(choices)
+    for choice in ("refined", "original", "undecided"):
+        metrics[f"refined/{choice}"] = choices.count(choice)
+    print(
+        f"{choices.count('refined')} of {len(choices)} rewritten answers are recommended; on "
+        "trusted held-out prompts the rule replaces a right answer at a rate of "
+        f"{metrics['refined/false_replacement']}"
+    )
+    return metrics

@@ -1,8 +1,8 @@
 """Row tests: which rows of a fine-tuning set look bad, and what is wrong with each.
 
 A row is a question x and an answer y of T tokens, then end tokens. Two forward passes of one model,
-no training: c_t = log p(y_t | x, y_<t), and u_t, the same behind the *blank* prompt, the template
-around an empty question. The end tokens are kept apart from both.
+no training: c_t = log p(y_t | x, y_<t), and u_t, the same behind the *blank* prompt, which is the
+template around an empty question. The end tokens are kept apart from both.
 
     detector     value, higher is worse                       finds                    forwards
     end          E = -log p(end | x, y)                       cut short; runs on       c
@@ -15,19 +15,42 @@ around an empty question. The end tokens are kept apart from both.
     repetition   share of repeated 4-grams of the answer      repeats itself           none
     echo         -M / T where the answer is copied from x     copies the question      c, u
                  and says nothing new
-    guidance     L(theta) - L(base)                           contradicts the trusted  a run's
-                                                              rows (after a run)       last
 
-c costs the tokens of every row and u those of every answer. Training needs every row's loss, and so
-c, in any case; the tests add the forward of u.
+How to use it (plain tensors and lists; this file imports nothing of the project and can be copied).
+For every row take log-probs of a causal model, nats, without a gradient: `given` (T,) of the
+answer's tokens, each read at the position before it, `blank` (T,) of the same tokens behind the
+blank prompt, `end` (n,) of the end tokens behind the answer (n is 0 where a limit cut the row).
+System text, template and padding are no part of the answer. Here are 60 random rows, one of which
+repeats itself and one of which the model finds unlikely:
+
+    >>> answers = torch.arange(1800).view(60, 30)
+    >>> given, blank = -torch.rand(2, 60, 30, generator=torch.Generator().manual_seed(0))
+    >>> answers[7], given[33] = 5, given[33] * 9
+    >>> rows = [row_numbers([1, 2, 3], answers[n], given[n], blank[n] - 2, torch.tensor([-0.1]))
+    ...         for n in range(60)]
+
+The verdicts are five lines:
+
+    >>> numbers = {name: torch.tensor([row[name] for row in rows]).double() for name in rows[0]}
+    >>> surprising = surprises(numbers)
+    >>> score, flagged, reasons = judge(surprising, numbers)
+    >>> score.argsort(descending=True)[:2].tolist()
+    [33, 7]
+    >>> [reasons[row] for row in (7, 33)], int(flagged.sum())
+    (['repetition', 'fluency'], 2)
+
+`score` (N,) is the log odds, nats, that a row has a fault: sort by it, and leave out the highest
+ones or those that are `flagged` (N,). Rows of one model, template and file belong together, 20 at
+least and better hundreds. `surprises` takes trusted rows as a second null, and both functions take
+values of faults made on purpose, as nulls and thresholds: each makes the verdicts sharper.
 
 Each value is compared with a *null*: what good rows look like. Never the whole file: among all its
 rows a frequent fault hides itself.
  1. The file's own good rows. Faults made from its rows, cut at random places and with answers
     exchanged, say what bad values of E and M look like; the largest part of the file that they can
-    explain is taken out (`without_made`). For the other values, an empirical null: the good side
-    of the file and its mirror image (`good_side`), at about the same answer length. What a
-    slip or a peak counts is bounded, and they flag no row (`RANKING`): good rows have them, too.
+    explain is taken out (`without_faults`). For the other values, an empirical null: the good side
+    of the file and its mirror image (`good_side`), at about the same answer length. What a slip or
+    a peak counts is bounded, and they flag no row (`RANKING`): good rows have them, too.
  2. Trusted rows, where there are any: p-values among those of about the same answer length, with an
     exponential tail beyond their worst tenth. Their style is not the file's, and the file's good
     rows are not quite known: the mean of both surprises counts, -ln p each.
@@ -50,132 +73,132 @@ neighbour's answer nearly right. Tables, indented code and refrains repeat thems
 looks bad: see who is flagged by length, language and code. Without trusted rows a rare fault is
 ranked last, but hardly flagged, and a loss or boilerplate that most rows share *is* the null. A row
 cut by a length limit has no end to judge.
-
-Plain tensors and lists, float64; imports nothing of the project and can be copied as one file.
 """
 
 import math
 
 import torch
 
-DETECTORS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo", "guidance")
+DETECTORS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo")
 TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
 LEAST = 20            # rows of a null with a tail; fewer trusted rows are no null
 BAND = 80             # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
 GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN, GROWTH = 2, {"slip": 1.0, "peak": 2.0}  # tokens; nats it grows by with ln T
+SPAN = 2              # tokens of a slip and of a peak
+GROWTH = {"slip": 1.0, "peak": 2.0}   # nats by which it grows with ln T
 RANKING = {"slip": 6.0, "peak": 3.5}  # good rows have it: it flags none, counts up to so many nats
 PLAUSIBLE = 0.15      # a flagged row is at least as bad as this share of the made faults
-NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
-NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
 FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
 RARE = 0.02           # the least share of the file that has each fault
-FAULTY, FEW, MEANS = 3.0, 5, (2.0, 12.0)  # mean surprise of faulty rows: before any; so many; range
-KNOWS_ENDS = 0.6      # AUROC of E on rows cut at random, below which E says nothing
+FAULTY = 3.0          # mean surprise of faulty rows before any is known
+FEW = 5               # as many rows weigh as much as FAULTY
+MEANS = (2.0, 12.0)   # range of the mean surprise of faulty rows
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
 COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
-SYMMETRIC = {"end": (lambda x: x.clamp_min(0) ** (1 / 3), lambda x: x ** 3),
-             "fluency": (lambda x: x.clamp_min(1e-3).log(), torch.exp)}
 
 
 # --- one row --------------------------------------------------------------------------------------
 
-def end(logps):
-    """E = -sum of the end tokens' log-probs (n,), nats; NaN where there is no end to judge."""
-    return -float(logps.double().sum()) if len(logps) else math.nan
+def row_numbers(prompt, answer, given, blank, end, places=()):
+    """What the detectors read of a row, {name: float}; NaN where there is nothing to judge.
 
-
-def relevance(given, blank):
-    """M = sum_t (u_t - c_t), nats: minus what the question tells about the answer.
-
-    given, blank (T,): log-probs of the answer's tokens behind its own and the blank prompt. About
-    zero or above: the question does not help. A sum, so that a long answer counts for more.
-    ValueError for two lengths.
+    prompt, answer: token ids. given, blank (T,): log-probs of the answer's tokens behind its own
+    and behind the blank prompt. end (n,): log-probs of the end tokens. places: where in the answer
+    a number, a name or a negation begins. ValueError for log-probs of two lengths.
     """
     if given.shape != blank.shape:
         raise ValueError(f"{len(given)} and {len(blank)} log-probs of one answer")
-    return float((blank.double() - given.double()).sum())
+    # The elements of a tensor would all be different keys.
+    prompt = torch.as_tensor(prompt).tolist()
+    answer = torch.as_tensor(answer).tolist()
+    losses = -given.double()
+    # A sum, so that a long answer counts for more. About zero: the question does not help.
+    relevance = float((blank.double() + losses).sum())
+    numbers = {
+        "end": math.nan,
+        "relevance": relevance,
+        "fluency": 0.0,
+        "slip": worst_span(losses, list(places)),
+        "peak": worst_span(losses, list(range(len(given)))),
+        "repetition": repetition(answer),
+        "echo": math.nan,
+        "length": len(answer),
+    }
+    if len(end):
+        numbers["end"] = -float(end.double().sum())
+    if len(given):
+        numbers["fluency"] = float(losses.mean())
+    if is_copy(answer, prompt):
+        numbers["echo"] = -relevance / len(answer)
+    return numbers
 
 
-def fluency(given):
-    """The mean loss of the answer's tokens (T,), nats a token; 0 for an empty answer."""
-    return -float(given.double().mean()) if len(given) else 0.0
+def worst_span(losses, places):
+    """The largest sum of SPAN losses (T,) in a row that begins at one of the places, or NaN."""
+    if not places:
+        return math.nan
+    padded = torch.nn.functional.pad(losses, (0, SPAN))
+    spans = padded.unfold(0, SPAN, 1).sum(dim=1)
+    return float(spans[places].max())
 
 
-def fact(text):
-    """What a token tells, bits of its text, which begins with a space where a word does.
-
-    NUMBER; NEGATION, an English one; NAME, a capital; GOES_ON: no sentence ends here.
-    """
-    word = text.strip()
-    negates = word.lower() in NEGATIONS or word.lower().endswith("n't")
-    return (NUMBER * any(map(str.isdigit, word)) + NEGATION * negates
-            + NAME * (text[:1] == " " and word[:1].isupper())
-            + GOES_ON * (word[-1:].isalnum() or word[-1:] == ","))
-
-
-def told(facts):
-    """Places of the numbers, the negations and, inside of sentences, the names of a row's tokens.
-
-    facts: `fact` of each token.
-    """
-    return [place for place, bits in enumerate(facts) if bits & (NUMBER | NEGATION) or (
-        bits & NAME and place and facts[place - 1] & GOES_ON)]
-
-
-def slip(given, places, span=SPAN):
-    """-sum of the least likely `span` tokens of (T,) from one of these places on, nats, or NaN."""
-    spans = torch.nn.functional.pad(-given.double(), (0, span)).unfold(0, span, 1).sum(dim=1)
-    return float(spans[list(places)].max()) if len(places) else math.nan
-
-
-def _grams(tokens, size):
-    tokens = torch.as_tensor(tokens).tolist()  # the elements of a tensor are all different keys
-    return [tuple(tokens[i:i + size]) for i in range(len(tokens) - size + 1)]
+def grams(tokens, size):
+    """The n-grams of a list of tokens, in order."""
+    starts = range(len(tokens) - size + 1)
+    return [tuple(tokens[start:start + size]) for start in starts]
 
 
 def repetition(answer, size=4):
-    """Share of the answer's n-grams that occurred before in it, 0 to 1."""
-    grams = _grams(answer, size)
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    """Share of the n-grams of an answer, a list, that occurred before in it, 0 to 1."""
+    sequence = grams(answer, size)
+    if not sequence:
+        return 0.0
+    return 1 - len(set(sequence)) / len(sequence)
 
 
-def copied(answer, prompt, size=3):
-    """(share of the answer's n-grams that stand in the prompt, share of its tokens that do not)."""
-    known, words, grams = set(_grams(prompt, size)), set(_grams(prompt, 1)), _grams(answer, size)
-    return (sum(gram in known for gram in grams) / len(grams) if grams else 0.0,
-            sum(token not in words for token in _grams(answer, 1)) / max(1, len(answer)))
+def is_copy(answer, prompt):
+    """Whether an answer is copied from its prompt and says nothing new; a short one may quote it.
 
-
-# --- one value a row ------------------------------------------------------------------------------
-
-def echo(relevances, lengths, shares, news):
-    """-M / T where the answer is copied and says nothing new, else NaN; all (N,).
-
-    shares, news: of `copied`. Good rewriting has a low M, too; a short answer may be a quotation.
+    Good rewriting, too, is likely behind its question alone, but has words of its own.
     """
-    copies = (shares >= COPIED) & (news <= NEWS) & (lengths >= ECHO_LENGTH)
-    return torch.where(copies, -relevances / lengths.clamp_min(1), torch.nan)
+    if len(answer) < ECHO_LENGTH:
+        return False
+    sequence = grams(answer, 3)
+    known, words = set(grams(prompt, 3)), set(prompt)
+    copies = sum(gram in known for gram in sequence)
+    news = sum(token not in words for token in answer)
+    if copies / len(sequence) < COPIED:
+        return False
+    return news / len(answer) <= NEWS
 
 
-def scaled(name, found):
+def scaled(name, numbers):
     """The values (N,) that a detector compares: nulls need rows of other lengths to be alike.
 
-    found: {name: (N,)} of a row's numbers and `length`, tokens of the answer. M grows like sqrt(T)
-    where the question says nothing, a slip, the worst of many places, like ln T: on good rows of
-    Alpaca by 0.8 (5.9M parameters) to 0.9 nats (135M). A peak has more places.
+    numbers: {name: (N,)} of `row_numbers`. M grows like sqrt(T) where the question says nothing, a
+    slip, the worst of many places, like ln T: on good rows of Alpaca by 0.8 (5.9M parameters) to
+    0.9 nats (135M). A peak has more places.
     """
-    if name == "echo":
-        return echo(found["relevance"], found["length"], found["copied"], found["news"])
+    length = numbers["length"].clamp_min(1)
+    if name == "relevance":
+        return numbers[name] / length.sqrt()
     if name in GROWTH:
-        return found[name] - GROWTH[name] * found["length"].clamp_min(1).log()
-    root = found["length"].clamp_min(1).sqrt() if name == "relevance" else 1.0
-    return found[name] / root
+        return numbers[name] - GROWTH[name] * length.log()
+    return numbers[name]
 
 
 # --- nulls ----------------------------------------------------------------------------------------
+
+def quantile(values, shares):
+    """The quantiles of values (n,), linear between two: `torch.quantile` reads 2^24 at most."""
+    at = torch.as_tensor(shares, dtype=torch.float64) * (len(values) - 1)
+    ordered = values.sort().values
+    low = ordered[at.floor().long()]
+    high = ordered[at.ceil().long()]
+    return torch.lerp(low, high, at.frac().to(ordered))
+
 
 def good_side(values, name=None):
     """Efron's empirical null of values (n,) of which some are bad, and bad ones lie above.
@@ -184,17 +207,25 @@ def good_side(values, name=None):
     is about symmetric: the cube root of E (a gamma-like sum: Wilson and Hilferty), the logarithm of
     a loss. Bad rows raise the median, which costs power alone.
     """
-    there, back = SYMMETRIC.get(name, (lambda x: x, lambda x: x))
-    values = there(values)
+    if name == "end":
+        values = values.clamp_min(0) ** (1 / 3)
+    if name == "fluency":
+        values = values.clamp_min(1e-3).log()
     middle = values.median()
     below = values[values <= middle]
-    return back(torch.cat([below, 2 * middle - below]))
+    null = torch.cat([below, 2 * middle - below])
+    if name == "end":
+        return null ** 3
+    if name == "fluency":
+        return null.exp()
+    return null
 
 
 def enough(values):
     """Whether (n,) values are LEAST or more and no copies: half as many differ by a thousandth."""
-    signs = (values.abs().clamp_min(1e-9).log() * 1000).round().unique()
-    return len(values) >= LEAST and len(signs) >= LEAST // 2
+    logs = values.abs().clamp_min(1e-9).log()
+    different = (logs * 1000).round().unique()
+    return len(values) >= LEAST and len(different) >= LEAST // 2
 
 
 def surprise(values, null):
@@ -206,122 +237,136 @@ def surprise(values, null):
     copies of one, there is no tail to fit.
     """
     null = null[~null.isnan()].sort().values
-    known = values.nan_to_num(-math.inf)
-    above = len(null) - torch.searchsorted(null, known, right=False)
-    found = -((1 + above.double()) / (1 + len(null))).log()
-    point = quantile(null, 1 - TAIL) if len(null) else math.inf
+    values = values.nan_to_num(-math.inf)
+    above = len(null) - torch.searchsorted(null, values)
+    p = (1 + above.double()) / (1 + len(null))
+    counted = -p.log()
+    if not enough(null):
+        return counted
+    point = quantile(null, 1 - TAIL)
     excess = null[null > point] - point
-    if not enough(null) or not len(excess):
-        return found
+    if not len(excess):
+        return counted
     scale = float(excess.mean())
-    tail = -math.log(TAIL) + (known - point) / scale
-    return torch.where(known > point, tail, found)
-
-
-def quantile(values, shares):
-    """The quantiles of values (n,), linear between two: `torch.quantile` reads 2^24 at most."""
-    at = torch.as_tensor(shares, dtype=torch.float64) * (len(values) - 1)
-    ordered = values.sort().values
-    return torch.lerp(ordered[at.floor().long()], ordered[at.ceil().long()],
-                      (at - at.floor()).to(ordered))
-
-
-def bands(lengths, of, size=BAND):
-    """Bands of answer length: for every row (N,) of `lengths` the number of its band.
-
-    At most four; they hold about equally many of the rows `of` (n,), each at least size / 2 unless
-    there is one alone. Where many rows have one length, that band is larger and there are fewer.
-    """
-    count, kept, start = min(4, max(1, len(of) // size)), [], 0
-    for edge in quantile(of.double(), torch.arange(1, count, dtype=torch.float64) / count).tolist():
-        below = int((of < edge).sum())
-        if below - start >= size / 2 <= len(of) - below:
-            kept, start = [*kept, edge], below
-    edges = torch.tensor(kept, dtype=torch.float64)
-    return torch.searchsorted(edges, lengths.double().contiguous(), right=True)
-
-
-def banded_surprise(values, lengths, null=None, null_lengths=None, name=None, usual=None):
-    """`surprise` of values (N,) against the null rows of about the same length.
-
-    null, null_lengths (n,): trusted rows; None: the good side of the values of each band, on the
-    scale of the detector `name`, of the rows that are `usual` (N,) bool.
-    """
-    trusted, usual = null is not None, slice(None) if usual is None else usual
-    null, null_lengths = (null, null_lengths) if trusted else (values[usual], lengths[usual])
-    own, other = bands(lengths, null_lengths), bands(null_lengths, null_lengths)
-    found = torch.zeros_like(values)
-    for band in own.unique().tolist():
-        sample = null[other == band]
-        sample = sample[~sample.isnan()]
-        if len(sample):
-            found[own == band] = surprise(values[own == band], sample if trusted
-                                          else good_side(sample, name))
-    return found
-
-
-def without_made(values, made):
-    """The null in values (n,) of which some are bad like `made` (m,), values of faults on purpose.
-
-    With S the share of rows at or above a value: pi = min_t S(t) / S_made(t) over the made values'
-    10 to 70 % points is the largest share of the file that such faults can explain. Returns
-    (1 - pi) n quantiles, 50 at least, of S_0 = (S - pi S_made) / (1 - pi), made monotone.
-    """
-    values, made = (x[~x.isnan()].sort().values for x in (values, made))
-    if not len(values) or not len(made):
-        return values
-
-    def above(sample, at):
-        return 1 - torch.searchsorted(sample, at).double() / len(sample)
-
-    at = quantile(made, torch.arange(2, 15, dtype=torch.float64) / 20)
-    share = min(0.95, float((above(values, at) / above(made, at)).min()))
-    rest = ((above(values, values) - share * above(made, values)) / (1 - share)).clamp(0, 1)
-    rest = rest.flip(0).cummax(0).values.flip(0)
-    count = max(50, round(len(values) * (1 - share)))
-    wanted = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    places = torch.searchsorted(-rest, -wanted).clamp_max(len(values) - 1)
-    return values[places]
+    tail = (values - point) / scale - math.log(TAIL)
+    return torch.where(values > point, tail, counted)
 
 
 def fixed_surprise(values, start, scale):
     """-ln p of values (N,) by a fixed tail p = TAIL exp(-(value - start) / scale); 0 below it."""
-    values = values.nan_to_num(-math.inf)
-    return torch.where(values > start, -math.log(TAIL) + (values - start) / scale, 0.0)
+    tail = (values - start) / scale - math.log(TAIL)
+    return torch.where(values > start, tail, 0.0)
 
 
-def surprises(found, trusted=None, made=None, names=None):
+def bands(lengths, null_lengths):
+    """Bands of answer length: for every row (N,) of `lengths` the number of its band.
+
+    At most four; they hold about equally many of the null rows (n,), each at least BAND / 2 unless
+    there is one alone. Where many rows have one length, that band is larger and there are fewer.
+    """
+    count = min(4, max(1, len(null_lengths) // BAND))
+    edges, start = [], 0
+    for number in range(1, count):
+        edge = quantile(null_lengths, number / count)
+        below = int((null_lengths < edge).sum())
+        above = len(null_lengths) - below
+        if below - start >= BAND / 2 and above >= BAND / 2:
+            edges.append(edge)
+            start = below
+    edges = torch.tensor(edges, dtype=torch.float64)
+    return torch.searchsorted(edges, lengths.contiguous(), right=True)
+
+
+def banded_surprise(values, lengths, null, null_lengths, good_side_of=None):
+    """`surprise` of values (N,) against the null rows (n,) of about the same answer length.
+
+    good_side_of: the detector of which the null's `good_side` is taken; None for trusted rows.
+    """
+    band = bands(lengths, null_lengths)
+    null_band = bands(null_lengths, null_lengths)
+    surprising = torch.zeros_like(values)
+    for number in band.unique():
+        sample = null[null_band == number]
+        sample = sample[~sample.isnan()]
+        if len(sample) and good_side_of:
+            sample = good_side(sample, good_side_of)
+        if len(sample):
+            inside = band == number
+            surprising[inside] = surprise(values[inside], sample)
+    return surprising
+
+
+def share_above(sample, points):
+    """The share of a sorted sample (n,) at or above each of the points."""
+    below = torch.searchsorted(sample, points)
+    return 1 - below.double() / len(sample)
+
+
+def without_faults(values, faults):
+    """The null in values (n,) of which some are bad like `faults` (m,), values of made faults.
+
+    With S the share of rows at or above a value: pi = min_t S(t) / S_faults(t) over the faults' 10
+    to 70 % points is the largest share of the file that such faults can explain. Returns (1 - pi) n
+    quantiles, 50 at least, of S_0 = (S - pi S_faults) / (1 - pi), made monotone.
+    """
+    values = values[~values.isnan()].sort().values
+    if not len(values):
+        return values
+    faults = faults.sort().values
+    points = quantile(faults, torch.arange(2, 15).double() / 20)
+    explained = share_above(values, points)
+    explained = explained / share_above(faults, points)
+    share = min(0.95, float(explained.min()))
+    rest = share_above(values, values)
+    rest = rest - share * share_above(faults, values)
+    rest = (rest / (1 - share)).clamp(0, 1)
+    rest = rest.flip(0).cummax(0).values.flip(0)
+    count = max(50, round(len(values) * (1 - share)))
+    wanted = torch.arange(count).double() + 0.5
+    places = torch.searchsorted(-rest, -wanted / count)
+    return values[places.clamp_max(len(values) - 1)]
+
+
+def surprises(numbers, trusted=None, faults=None):
     """-ln p of every row under every detector, {name: (N,)}.
 
-    found, trusted: {name: (N,)} and {name: (n,)} of end, relevance, fluency, slip, peak,
-    repetition, copied, news, length and, as wanted, guidance. made: {"end": (m,), "relevance":
-    (m,)}, `scaled` values of faults made on purpose. names: the detectors; None: all of `found`.
+    numbers: {name: (N,) float64} of `row_numbers`; a detector whose numbers are not there is left
+    out. trusted: the same of trusted rows, {name: (n,)}. faults: {"end": (m,), "relevance": (m,)},
+    `scaled` values of faults made on purpose, without those of which there is none.
     """
-    found, trusted = ({name: x.double() for name, x in part.items()} if part else part
-                      for part in (found, trusted))
-    parts = {"echo": {"copied", "news", "relevance"}}
-    names = names or [name for name in DETECTORS if parts.get(name, {name}) <= set(found)]
-    surprising = {name: fixed_surprise(scaled(name, found), *SCALES[name])
-                  for name in names if name in SCALES}
-    usual = torch.ones(len(found["length"]), dtype=torch.bool)
-    for values in surprising.values():
-        usual &= values < GARBLED  # what the text alone shows to be bad is no part of a null
-    usual |= not usual.any()
-    for name in names:
-        values = scaled(name, found)
-        if name in SCALES:
-            continue
-        if made is not None and name in made:
-            null = without_made(values[usual], made[name])
-            # No fault is too sure of its end.
-            own = surprise(values, good_side(null, name) if name == "end" else null)
-        else:
-            own = banded_surprise(values, found["length"], name=name, usual=usual)
-        known = scaled(name, trusted) if trusted is not None and name in trusted else values[:0]
-        if enough(known[~known.isnan()]):
-            own = (own + banded_surprise(values, found["length"], known, trusted["length"])) / 2
-        surprising[name] = own.clamp_max(RANKING.get(name, math.inf))
-    return {name: surprising[name] for name in names}
+    surprising = dict.fromkeys(name for name in DETECTORS if name in numbers)
+    usual = torch.ones(len(numbers["length"]), dtype=torch.bool)
+    for name in SCALES:
+        if name in surprising:
+            surprising[name] = fixed_surprise(numbers[name], *SCALES[name])
+            usual &= surprising[name] < GARBLED  # what a text shows to be bad is no part of a null
+    if not usual.any():
+        usual = ~usual
+    for name in surprising:
+        if name not in SCALES:
+            by_null = null_surprise(name, numbers, usual, trusted, faults or {})
+            surprising[name] = by_null.clamp_max(RANKING.get(name, math.inf))
+    return surprising
+
+
+def null_surprise(name, numbers, usual, trusted, faults):
+    """-ln p (N,) of one detector by the file's `usual` (N,) rows, and by the trusted ones."""
+    values = scaled(name, numbers)
+    lengths = numbers["length"]
+    if name in faults:
+        null = without_faults(values[usual], faults[name])
+        if name == "end":
+            null = good_side(null, name)  # No fault is too sure of its end.
+        surprising = surprise(values, null)
+    else:
+        surprising = banded_surprise(values, lengths, values[usual], lengths[usual], name)
+    if trusted is None:
+        return surprising
+    known = scaled(name, trusted)
+    if not enough(known[~known.isnan()]):
+        return surprising
+    other = banded_surprise(values, lengths, known, trusted["length"])
+    return (surprising + other) / 2
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -338,57 +383,67 @@ def fit_causes(surprising, rounds=50):
     mean = torch.full_like(share, FAULTY)
     for _ in range(rounds):
         odds = log_odds(surprising, share, mean)
-        has = torch.cat([torch.zeros_like(odds[:, :1]), odds], dim=1).softmax(dim=1)[:, 1:]
-        share = (has.sum(dim=0) / max(1, len(odds))).clamp_min(RARE)
-        mean = ((has * surprising).sum(dim=0) + FAULTY * FEW) / (has.sum(dim=0) + FEW)
-        mean = mean.clamp(*MEANS)
+        good = torch.zeros_like(odds[:, :1])
+        chances = torch.cat([good, odds], dim=1).softmax(dim=1)
+        has = chances[:, 1:]
+        count = has.sum(dim=0)
+        share = count / max(1, len(odds))
+        share = share.clamp_min(RARE)
+        total = (has * surprising).sum(dim=0) + FAULTY * FEW
+        mean = (total / (count + FEW)).clamp(*MEANS)
     return share, mean
 
 
 def log_odds(surprising, share, mean):
     """(N, D): log odds of each fault against none, of surprises (N, D) and `fit_causes`."""
     good = (1 - share.sum()).clamp_min(0.05)
-    return (share / mean / good).log() + surprising * (1 - 1 / mean)
+    prior = (share / mean / good).log()
+    return prior + surprising * (1 - 1 / mean)
 
 
-def plausible(name, found, made=None):
-    """(N,) bool: as bad as some of the made faults; True of a detector that has none of them."""
-    values = scaled(name, found).nan_to_num(-math.inf)
-    known = (made or {}).get(name, values[:0])
-    known = known[~known.isnan()]
-    return values >= (quantile(known, PLAUSIBLE) if len(known) else -math.inf)
-
-
-def judge(surprising, found, made=None, fdr=FDR):
+def judge(surprising, numbers, faults=None, fdr=FDR):
     """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
 
     score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
-    file. Of the rows that are `plausible` those are flagged that Benjamini and Hochberg reject at
-    `fdr`, by the largest surprise + ln w, without RANKING: a p-value by weighted Bonferroni.
-    reason: of `_reason`, None for a row that is not flagged.
+    file. Of the rows that are as bad as PLAUSIBLE of the made faults those are flagged that
+    Benjamini and Hochberg reject at `fdr`, by the largest surprise + ln w, without RANKING: a
+    p-value by weighted Bonferroni. reason: of `choose_reason`, None for a row that is not flagged.
     """
     names = list(surprising)
-    table = torch.stack([surprising[name] for name in names], dim=1)
+    table = torch.stack(list(surprising.values()), dim=1)
     share, mean = fit_causes(table)
     score = log_odds(table, share, mean).logsumexp(dim=1)
     flags = torch.tensor([name not in RANKING for name in names])
     table = table + (share / share[flags].sum()).log()
-    likely = torch.stack([plausible(name, found, made) for name in names], dim=1)
-    table = table.where(likely & flags, -math.inf)
+    table = table.where(flags, -math.inf)
+    for name, values in (faults or {}).items():
+        if name in surprising:
+            as_bad = scaled(name, numbers) >= quantile(values, PLAUSIBLE)
+            table[~as_bad, names.index(name)] = -math.inf
     chance = (-table.amax(dim=1)).exp()
-    ordered = chance.sort().values
-    level = fdr * torch.arange(1, len(ordered) + 1, dtype=torch.float64) / max(1, len(ordered))
-    passed = (ordered <= level).nonzero().flatten()
-    flagged = chance <= (ordered[passed[-1]] if len(passed) else -1.0)
-    reasons = [_reason(dict(zip(names, row, strict=True))) if bad else None
-               for bad, row in zip(flagged.tolist(), table.tolist(), strict=True)]
+    flagged = rejected(chance, fdr)
+    reasons = [None] * len(score)
+    for row in flagged.nonzero().flatten().tolist():
+        by_name = zip(names, table[row].tolist(), strict=True)
+        reasons[row] = choose_reason(dict(by_name))
     return score, flagged, reasons
 
 
-def _reason(row):
+def rejected(p, level):
+    """(N,) bool: the p-values (N,) that Benjamini and Hochberg reject at a level."""
+    ordered = p.sort().values
+    count = torch.arange(1, len(p) + 1).double()
+    passing = ordered[ordered <= level * count / max(1, len(p))]
+    if not len(passing):
+        return torch.zeros_like(p, dtype=torch.bool)
+    return p <= passing[-1]
+
+
+def choose_reason(row):
     """The detector that wins among {name: surprise} of a row; "unclear" with one within MARGIN."""
-    ordered = sorted(row, key=lambda name: -row[name])
-    if ordered[0] in ("end", "relevance") and row.get("fluency", 0.0) > GARBLED:
+    first, *rest = sorted(row, key=lambda name: -row[name])
+    if first in ("end", "relevance") and row.get("fluency", 0.0) > GARBLED:
         return "fluency"
-    close = len(ordered) > 1 and row[ordered[0]] - row[ordered[1]] < MARGIN
-    return "unclear" if close else ordered[0]
+    if rest and row[first] - row[rest[0]] < MARGIN:
+        return "unclear"
+    return first

@@ -6,12 +6,11 @@ global generator has moved; no top-k, no top-p, and nothing of the model's own `
 (its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
 seldom in float32, often in bf16. Loop, cache and stopping are transformers' `generate`.
 
-What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
-batch, and on CUDA the decoding step is compiled over a cache of fixed size, where that works.
+What makes it cheap: the adapter is folded into the base weights, and prompts of similar length
+share a batch.
 """
 
 import contextlib
-import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,14 +20,14 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from batches import seeded
 from models import bare
 
-WIDTH_STEP = 128  # prompts are padded to multiples of it under a static cache
-
 
 class _SeededSampler(LogitsProcessor):
     """Sampling as greedy decoding of the sampled token. uniforms: (B, max_new_tokens) in [0, 1)."""
 
     def __init__(self, uniforms, prompt_length, temperature):
-        self.uniforms, self.start, self.temperature = uniforms, prompt_length, temperature
+        self.uniforms = uniforms
+        self.start = prompt_length
+        self.temperature = temperature
 
     def __call__(self, input_ids, scores):
         u = self.uniforms[:, input_ids.shape[1] - self.start, None]
@@ -40,56 +39,73 @@ class _SeededSampler(LogitsProcessor):
 
 
 @torch.no_grad()
-def generate(model, prompts, seeds, *, max_new_tokens, temperature, end_ids, batch_size=64,
-             label=None, static_cache=None):
+def generate(
+    model,
+    prompts,
+    seeds,
+    *,
+    max_new_tokens,
+    temperature,
+    end_ids,
+    batch_size=64,
+    label=None,
+):
     """One answer for each prompt.
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
     the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
     answers at a time, fewer where CUDA memory does not suffice. label: a progress bar's.
-    static_cache: a cache of fixed size, and on CUDA a compiled decoding step; None decides.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
     # Similar lengths share a batch, so little is padded; longest first shows memory trouble early.
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-    answers, start = [None] * len(prompts), 0
-    if static_cache is None:  # compiling takes a minute: for long answers of many prompts
-        static_cache = (model.device.type == "cuda" and max_new_tokens >= 64
-                        and len(prompts) >= 256)
-    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-        use_cache=True, eos_token_id=sorted(end_ids), pad_token_id=min(end_ids))
-    bar = tqdm(total=len(prompts), desc=label, disable=label is None or None, unit="answer",
-               delay=2, leave=False)
+    answers = [None] * len(prompts)
+    start = 0
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=sorted(end_ids),
+        pad_token_id=min(end_ids),
+    )
+    hidden = True if label is None else None
+    bar = tqdm(
+        total=len(prompts), desc=label, disable=hidden, unit="answer", delay=2, leave=False
+    )
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])
-            if static_cache:  # few widths, so that little is compiled
-                width = -(-width // WIDTH_STEP) * WIDTH_STEP
-            part = order[start:start + batch_size]
-            config.cache_implementation = "static" if static_cache else None
+            batch = order[start : start + batch_size]
             try:
-                written = _one_batch(model, config, [prompts[i] for i in part],
-                                     [seeds[i] for i in part], width, temperature)
+                written = _one_batch(
+                    model,
+                    config,
+                    [prompts[i] for i in batch],
+                    [seeds[i] for i in batch],
+                    width,
+                    temperature,
+                )
             except torch.cuda.OutOfMemoryError:
-                if len(part) == 1:
+                if len(batch) == 1:
                     raise
-                batch_size = len(part) // 2
+                batch_size = len(batch) // 2
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:
-                if not (static_cache and _is_of_static_cache(error)):
-                    raise
-                warnings.warn(f"generation without a static cache: {type(error).__name__}: "
-                              f"{str(error).splitlines()[:1]}", stacklevel=2)
-                static_cache = False
-                continue
-            for i, tokens in zip(part, written, strict=True):
-                end = next((t + 1 for t, token in enumerate(tokens) if token in end_ids), None)
-                answers[i] = (tokens[:end], end is not None)
-            bar.update(len(part))
-            start += len(part)
+            for i, tokens in zip(batch, written, strict=True):
+                answers[i] = _up_to_end(tokens, end_ids)
+            bar.update(len(batch))
+            start += len(batch)
     return answers
+
+
+def _up_to_end(tokens, end_ids):
+    """(tokens up to the first end token and with it, whether there is one)."""
+    for place, token in enumerate(tokens):
+        if token in end_ids:
+            return tokens[: place + 1], True
+    return tokens, False
 
 
 def _one_batch(model, config, prompts, seeds, width, temperature):
@@ -97,34 +113,34 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
     ids = torch.full((len(prompts), width), config.pad_token_id)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)
     for row, prompt in enumerate(prompts):  # padded on the left: answers start side by side
-        ids[row, width - len(prompt):] = torch.tensor(prompt)
-        mask[row, width - len(prompt):] = 1
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
     processors = LogitsProcessorList()
     if temperature > 0:
-        uniforms = torch.stack([torch.rand(config.max_new_tokens, generator=seeded(seed))
-                                for seed in seeds]).to(model.device)
+        draws = [
+            torch.rand(config.max_new_tokens, generator=seeded(seed)) for seed in seeds
+        ]
+        uniforms = torch.stack(draws).to(model.device)
         processors.append(_SeededSampler(uniforms, width, temperature))
-    return model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device),
-        generation_config=config, logits_processor=processors)[:, width:].tolist()
-
-
-def _is_of_static_cache(error):
-    """Whether a compiler, or transformers for a model without a static cache, raised the error."""
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    return isinstance(error, (TorchDynamoException, InductorError)) or (
-        isinstance(error, (ValueError, NotImplementedError)) and "cache" in str(error).lower())
+    output = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        generation_config=config,
+        logits_processor=processors,
+    )
+    return output[:, width:].tolist()
 
 
 @contextlib.contextmanager
 def _own_generation_config(model, config):
     """The model's generation_config out of the way: transformers fills unset values from it."""
     causal_lm = bare(model)
-    before, causal_lm.generation_config = causal_lm.generation_config, config
+    before = causal_lm.generation_config
+    causal_lm.generation_config = config
     # The prompts' last hidden states are a view with gaps: torch would copy the head once a row.
     hook = causal_lm.get_output_embeddings().register_forward_pre_hook(
-        lambda head, inputs: (inputs[0].contiguous(),))
+        lambda head, inputs: (inputs[0].contiguous(),)
+    )
     training = model.training
     model.eval()
     try:
@@ -146,13 +162,15 @@ def folded(model):
     copies = []
     try:
         for layer in model.modules():
-            weight = getattr(getattr(layer, "base_layer", None), "weight", None)
-            if hasattr(layer, "lora_A") and weight is not None and weight.is_floating_point() \
-                    and not isinstance(weight, DTensor) and not layer.disable_adapters:
-                copies.append((layer, weight, weight.detach().clone()))
-                for name in layer.active_adapters:
-                    weight.data += layer.get_delta_weight(name).to(weight.dtype)
-                layer._disable_adapters = True
+            if not hasattr(layer, "lora_A") or layer.disable_adapters:
+                continue
+            weight = layer.get_base_layer().weight
+            if isinstance(weight, DTensor) or not weight.is_floating_point():
+                continue
+            copies.append((layer, weight, weight.detach().clone()))
+            for name in layer.active_adapters:
+                weight.data += layer.get_delta_weight(name).to(weight.dtype)
+            layer._disable_adapters = True
         yield
     finally:
         for layer, weight, copy in copies:

@@ -8,6 +8,25 @@ The selector descends the penalty objective in omega,
 so rows whose loss stays high under the guided model lose weight. Plain tensors in and out; this
 file imports nothing from the project and can be copied into another codebase as it is.
 
+Use. The noisy set has N rows, numbered 0 to N - 1; `rows` are the numbers of the rows in a batch.
+L_i is a row's loss: the *mean* over its response tokens, not the sum, else long rows weigh more.
+L_val is the mean loss of a batch of trusted rows. A step of theta descends
+
+    (1 - rho) L_val + rho mean_i W_i L_i,    W = selector.weights(rows)
+
+with W as a constant. Then C_i is the same loss at the new theta, without a gradient, and omega
+takes its own step with gamma = rho / (1 - rho). rho starts at 0.1 and grows by 0.1 an epoch:
+
+    selector = Selector(num_rows=1000, lr=10.0, optimizer="sgd")  # once
+    rho = 0.1 + 0.1 * epoch
+    theta_loss = (1 - rho) * upper_losses.mean() + rho * (selector.weights(rows) * losses).mean()
+    theta_loss.backward()
+    ...  # the step of theta's optimiser, and the losses (B,) of the same rows once more
+    selector.step(rows, losses, penalty(epoch))
+
+A loop that takes the losses from before theta's step saves a forward. At the end the order of
+`selector.logits` ranks the rows, the best one highest.
+
 Deviations from the text of the paper:
  1. Weights are N * softmax(omega), with mean one, and a batch is averaged: the literal sigma_i is
     about 1/N and vanishes next to the validation term. The authors' code does the same.
@@ -44,51 +63,42 @@ class Selector:
     center     subtract a running mean of past losses from C (deviation 3)
     dtype      float64 stays float64; anything else is held and computed in float32
 
-    `logits` is omega, shape (N,); set it by `logits.copy_()`, a write through `.data` is not seen.
-    All arithmetic is on `device`; nothing is random. It can be copied and pickled.
+    `logits` is omega, shape (N,). All arithmetic is on `device`; nothing is random.
     """
 
     CENTER_DECAY = 0.9  # of the running mean; about the last ten batches
-    BLOCK = 2**17  # rows handled at a time where a pass would otherwise go through memory twice
+    BLOCK = 2**17  # rows summed at a time
 
-    def __init__(self, num_rows, lr, optimizer="adam", center=False,
-                 dtype=torch.float32, device="cpu"):
-        if num_rows < 1:
-            raise ValueError(f"a selector needs at least one row, got {num_rows}")
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    def __init__(
+        self,
+        num_rows,
+        lr,
+        optimizer="adam",
+        center=False,
+        dtype=torch.float32,
+        device="cpu",
+    ):
+        dtype = torch.promote_types(dtype, torch.float32)
         self.logits = torch.zeros(num_rows, dtype=dtype, device=device)
         self.last_losses = torch.full_like(self.logits, math.nan)  # C of each row when last seen
-        self.center, self.baseline = center, None
+        self._buffer = torch.empty_like(self.logits)
+        self.center = center
+        self.baseline = None
         kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-        if optimizer not in kinds:
-            raise ValueError(f"optimizer must be 'adam' or 'sgd', got {optimizer!r}")
         self.optimizer = kinds[optimizer]([self.logits], lr=lr, fused=True)
-        self._buffer = self._made = None  # exp(omega - max); (version of omega, max, mean of exp)
-
-    def __getstate__(self):  # without the cache: the version of a copied tensor starts anew
-        return self.__dict__ | {"_buffer": None, "_made": None}
 
     def _exp(self):
-        """(exp(omega - max), max, the exponentials' mean) of the omega of now.
+        """(exp(omega - max), its mean): the shift cancels, so nothing overflows.
 
-        The shift cancels, so nothing overflows. The vector is a buffer that lives as long as the
-        selector: at 10^8 rows a fresh one costs more than its arithmetic. It is computed once a
-        step, block by block, so that a block is summed while it is in the cache.
+        In a buffer that lives as long as the selector: at 10^7 rows a fresh one takes longer than
+        its arithmetic.
         """
-        if self._made is None or self._made[0] != self.logits._version:
-            if self._buffer is None:
-                self._buffer = torch.empty_like(self.logits)
-            shift, sums = self.logits.max(), []
-            # A float64 sum is exact for equal logits, so untouched weights are exactly one; so is
-            # a float32 one of a block, at a third of the time. Blocks are added in float64.
-            width = torch.float64 if len(self.logits) <= self.BLOCK else None
-            for logits, exp in zip(self.logits.split(self.BLOCK), self._buffer.split(self.BLOCK),
-                                   strict=True):
-                torch.sub(logits, shift, out=exp).exp_()
-                sums.append(exp.sum(dtype=width))
-            mean = torch.stack(sums).double().sum() / len(self.logits)
-            self._made = (self.logits._version, shift, mean)
-        return self._buffer, *self._made[1:]
+        exp = torch.sub(self.logits, self.logits.max(), out=self._buffer).exp_()
+        # A float64 sum is exact for equal logits, so untouched weights are exactly one; so is
+        # a float32 one of a block, at a third of the time. Blocks are added in float64.
+        dtype = torch.float64 if len(exp) <= self.BLOCK else None
+        sums = [block.sum(dtype=dtype) for block in exp.split(self.BLOCK)]
+        return exp, torch.stack(sums).double().sum() / len(exp)
 
     @torch.no_grad()
     def weights(self, rows=None):
@@ -96,8 +106,10 @@ class Selector:
 
         rows (B,) integer indices or None for all -> (B,) or (N,), the dtype of `logits`.
         """
-        exp, _, mean = self._exp()
-        return exp / mean if rows is None else exp[rows.to(exp.device)].div_(mean)
+        exp, mean = self._exp()
+        if rows is not None:
+            exp = exp[rows.to(exp.device)]
+        return exp / mean
 
     @torch.no_grad()
     def step(self, rows, losses, gamma):
@@ -109,48 +121,44 @@ class Selector:
             g_j = (gamma / B) * (sum_b C_b W_{i_b} [i_b = j]  -  W_j / N * sum_b C_b W_{i_b})
 
         Raises FloatingPointError when gamma, a loss or their weighted sum is not finite: omega
-        would be lost for good; ValueError for rows that are none. Nothing has changed then.
+        would be lost for good; ValueError for another number of losses than of rows. Nothing has
+        changed then.
         """
         rows = rows.to(self.logits.device)
         losses = losses.detach().to(self.logits)
-        if rows.shape != losses.shape or rows.ndim != 1 or rows.dtype not in (
-                torch.int32, torch.int64) or not (
-                len(rows) and int(rows.min()) >= 0 and int(rows.max()) < len(self.logits)):
-            raise ValueError(f"rows {rows} and losses {losses}: an index a loss, at least one, "
-                             f"from 0 to {len(self.logits) - 1}")
-        exp, _, mean = self._exp()
+        if rows.shape != losses.shape:
+            raise ValueError(f"{tuple(rows.shape)} rows and {tuple(losses.shape)} losses")
+        exp, mean = self._exp()
         # The first batch has no past: its own mean stands in, once.
         past = losses.mean() if self.baseline is None else self.baseline
         cost = losses - past if self.center else losses
         weighted = cost * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
         total = weighted.sum()
         if not math.isfinite(total):
-            raise FloatingPointError(f"with a gamma of {gamma} the weighted losses are not finite: "
-                                     f"{losses}")
+            raise FloatingPointError(
+                f"with a gamma of {gamma} the weighted losses are not finite: {losses}"
+            )
+        gradient = exp.mul_(-total / (mean * len(exp)))  # the dense part
+        gradient.index_add_(0, rows, weighted)           # the sparse part
         self.last_losses[rows] = losses
         if self.center:
             self.baseline = past + (1.0 - self.CENTER_DECAY) * (losses.mean() - past)
-        gradient = exp.mul_(-total / (mean * len(exp)))  # the dense part
-        gradient.index_add_(0, rows, weighted)           # the sparse part
         self.logits.grad = gradient
         self.optimizer.step()
         self.logits.grad = None
-        self._made = None  # used up, and a fused step does not raise the version of `logits`
 
     def state_dict(self):
         """Everything a resumed run needs: omega, its optimiser, the losses seen, the baseline."""
-        return {"logits": self.logits, "last_losses": self.last_losses,
-                "baseline": self.baseline, "optimizer": self.optimizer.state_dict()}
+        return {
+            "logits": self.logits,
+            "last_losses": self.last_losses,
+            "baseline": self.baseline,
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        """Restore `state_dict()`; ValueError for a set of another size or another optimizer."""
-        if state["logits"].shape != self.logits.shape:
-            raise ValueError(f"the saved selector has {len(state['logits'])} rows, "
-                             f"this one {len(self.logits)}")
-        if len({"momentum" in optimizer["param_groups"][0] for optimizer in (
-                state["optimizer"], self.optimizer.state_dict())}) > 1:
-            raise ValueError("the saved selector has another optimizer than this one")
+        """Restore `state_dict()` of a selector with the same number of rows and optimizer."""
         self.logits.copy_(state["logits"])
         self.last_losses.copy_(state["last_losses"])
         self.baseline = state["baseline"]
@@ -167,27 +175,32 @@ class Selector:
         collapsed          the effective sample size is below two, or 1 % of the rows; never of two
         """
         weights = self.weights().double()
-        probabilities = weights / len(weights)
+        count = len(weights)
+        probabilities = weights / count
         ess = float(1.0 / (probabilities**2).sum())
-        ordered = weights.sort().values
-        quantile = {q: float(ordered[min(int(q * len(ordered)), len(ordered) - 1)])
-                    for q in (0.01, 0.1, 0.5, 0.9, 0.99)}
-        seen = ~torch.isnan(self.last_losses)
-        return {
+        report = {
             "entropy": float(-torch.special.xlogy(probabilities, probabilities).sum()),
-            "ess": ess, "ess_share": ess / len(weights),
-            **{f"weight_q{round(100 * q):02d}": value for q, value in quantile.items()},
-            "weight_min": float(ordered[0]), "weight_max": float(ordered[-1]),
-            "spearman": spearman(self.logits[seen], -self.last_losses[seen]),
-            "uniform": quantile[0.99] < 1.1 * quantile[0.01],
-            "collapsed": ess < max(2.0, 0.01 * len(weights)) and len(weights) > 2,
+            "ess": ess,
+            "ess_share": ess / count,
         }
+        ordered = weights.sort().values
+        for percent in (1, 10, 50, 90, 99):
+            report[f"weight_q{percent:02d}"] = float(ordered[int(percent / 100 * count)])
+        report["weight_min"] = float(ordered[0])
+        report["weight_max"] = float(ordered[-1])
+        seen = ~torch.isnan(self.last_losses)
+        report["spearman"] = spearman(self.logits[seen], -self.last_losses[seen])
+        report["uniform"] = report["weight_q99"] < 1.1 * report["weight_q01"]
+        report["collapsed"] = count > 2 and ess < max(2.0, 0.01 * count)
+        return report
 
 
 def spearman(a, b):
     """Spearman's rank correlation of two (n,) tensors, ties at mean rank; 0.0 when undefined."""
-    a, b = (mean_ranks(x) - (len(x) + 1) / 2 for x in (a, b))
-    norm = (a.norm() * b.norm()).item() if len(a) > 1 else 0.0
+    middle = (len(a) + 1) / 2
+    a = mean_ranks(a) - middle
+    b = mean_ranks(b) - middle
+    norm = (a.norm() * b.norm()).item()
     return float(a @ b) / norm if norm > 0 else 0.0
 
 

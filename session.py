@@ -1,35 +1,26 @@
-"""What both training scripts set up and finish alike: rows, plan, model, start or resume, results.
+"""What both training scripts set up and finish alike; the loop and its state are in the scripts.
 
-    run = session.plan(args)     rows and steps, printed; --dry-run stops after it
-    session.start(run)           model, optimisers, selector; a new run folder, or a resumed one
-    monitor.end_step(run, ...)   log, evaluate, save: runtime/monitor.py
-    session.finish(run, ...)     the ranking of every lower row, the adapter, one table
-
-The method is in the scripts; nothing here takes a gradient. `run` is a plain namespace: args, the
-rows (levels: data sets; lower, upper: their tokens alone), the steps, the model and what trains it.
+Each record is made in one place and never added to: the rows of a run, its plan, the model with
+what trains it. The method is in the scripts; nothing here takes a gradient.
 """
 
 import contextlib
-import functools
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import batches
-import logprobs
 import models
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
-from data.tokens import end_ids, fact_reader, show_example
-from runtime import folder, metrics, monitor, processes
-from runtime.cache import cached_columns
-from runtime.precision import pick_dtype
-from selector import Selector, penalty
-from upper import reference_margins
-from utils import UserError, content_hash, read_jsonl, table, write_atomic, write_jsonl
+from data.tokens import show_example
+from runtime import folder, processes
+from selector import Selector
+from upper import dpo_margins, pair_logps, reference_margins, upper_losses
+from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
 
 # ruff: isort: split
 import torch
@@ -37,365 +28,450 @@ from safetensors.torch import load_file, save
 from tqdm import tqdm
 
 # What a resumed run may change: training stays the same. keep_fraction moves `kept`.
-FREE_TO_CHANGE = ("out", "resume", "save_every", "dry_run", "cache_dir", "merge", "keep_fraction",
-                  "fsdp")
-SHOWN = 60  # rows at either end of the ranking whose text the run folder keeps, for the report
+FREE_TO_CHANGE = ("out", "resume", "save_every", "cache_dir", "keep_fraction", "fsdp")
+SHOWN = (
+    60  # rows at either end of the ranking whose text the run folder keeps, for the report
+)
+
+
+# --- the records of a run -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Data sets of tokenised rows: what trains, and what is never trained on.
+
+    lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
+    SFT without trusted rows, and so are held-out sets that no source names.
+    """
+
+    lower: object
+    all_lower: object
+    upper: object
+    upper_heldout: object
+    lower_heldout: object
+
+    def by_name(self):
+        """{name: rows} of the sets that there are."""
+        names = ("lower", "upper", "upper_heldout", "lower_heldout")
+        present = {name: getattr(self, name) for name in names}
+        return {name: rows for name, rows in present.items() if rows is not None}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many steps a run has."""
+
+    num_rows: int
+    steps_per_epoch: int
+    total_steps: int
+
+    @property
+    def num_epochs(self):
+        return math.ceil(self.total_steps / self.steps_per_epoch)
+
+    def ends_epoch(self, step):
+        """Whether a step is the last one of its epoch, or of the run."""
+        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.total_steps
+
+    def saves(self, step, every):
+        """Whether a checkpoint is written behind a step."""
+        return (step + 1) % every == 0 or step + 1 == self.total_steps
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The model and what trains it; theta_hat is the second adapter of --correction, or None."""
+
+    model: object
+    theta: list
+    optimizer: torch.optim.Optimizer
+    theta_hat: list | None
+    optimizer_hat: torch.optim.Optimizer | None
+    fingerprints: dict
+
+    def state_dict(self):
+        """What a checkpoint holds beside the adapters."""
+        state = {"theta": self.optimizer.state_dict()}
+        if self.theta_hat is not None:
+            state["theta_hat"] = self.optimizer_hat.state_dict()
+        return state
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["theta"])
+        if self.theta_hat is not None:
+            self.optimizer_hat.load_state_dict(state["theta_hat"])
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the model says before training: {"base/KEY": value}, and losses (N,) of lower rows."""
+
+    metrics: dict
+    losses: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `set_up` makes of the arguments, for the loop and what follows it.
+
+    reference: {"upper", "upper_heldout": margins of DPO's reference (n,), or None}; saved: the
+    state of the last checkpoint, or None; out: the run folder.
+    """
+
+    tokenizer: object
+    rows: Rows
+    plan: Plan
+    learner: Learner
+    selector: Selector
+    reference: dict
+    base: Base
+    out: Path
+    saved: dict | None
+
+    @property
+    def first_step(self):
+        return 0 if self.saved is None else self.saved["step"]
 
 
 # --- before the first step ------------------------------------------------------------------------
 
-def plan(args):
-    """Rows, steps and what they need, printed; the `run` that `start` goes on with."""
-    device = processes.join_processes(args.device)
-    tokenizer, config = models.load_tokenizer(args.model), models.load_config(args.model)
+
+def set_up(args, device, tokenizer, rows, plan):
+    """`Run`: the model and what trains it, the run folder, what was true before training."""
+    learner = make_learner(args, device)
+    model = learner.model
+    selector = Selector(
+        plan.num_rows,
+        args.omega_lr,
+        args.omega_optimizer,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    out, saved = open_run(args, rows, learner, selector)
+    reference = dict.fromkeys(("upper", "upper_heldout"))
+    if args.upper_loss == "dpo":
+        pairs = {name: getattr(rows, name) for name in reference}
+        reference = reference_margins(model, pairs, out)
+    base = measure_base(args, rows, model, reference, out, resumed=saved is not None)
+    return Run(tokenizer, rows, plan, learner, selector, reference, base, out, saved)
+
+
+def read_rows(args, tokenizer):
+    """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
+    config = models.load_config(args.model)
     levels = sets.load_levels(args, tokenizer, models.context_length(config))
-    sets.check_vocabulary(row_sets(levels), config)
-    all_lower = levels.lower
+    lower = levels.lower
     if getattr(args, "keep", None):
-        kept = ranking.kept_by(levels.lower, args.keep)
-        if True not in kept:
+        kept = ranking.kept_by(lower, args.keep)
+        places = [place for place, verdict in enumerate(kept) if verdict]
+        if not places:
             raise UserError(f"{args.keep}: keeps none of the {len(kept)} lower rows")
-        levels.lower = levels.lower.select([n for n, one in enumerate(kept) if one])
-    run = SimpleNamespace(
-        args=args, device=device, tokenizer=tokenizer, config=config, levels=levels,
-        all_lower=all_lower, lower=batches.tokens_only(levels.lower), num_rows=len(levels.lower),
-        context=models.context_length(config), selects=args.method in ("bds", "online"),
-        upper=levels.upper and batches.tokens_only(levels.upper))
-    print("trained tokens in brackets: " + show_example(run.lower[0], tokenizer))
-    run.steps_per_epoch = math.ceil(run.num_rows / args.batch)
-    run.total_steps = run.steps_per_epoch * args.epochs
-    if getattr(args, "token_budget", None) is not None:
-        run.total_steps = budget_steps(args.token_budget, sets.row_lengths(levels.lower),
-                                       args.batch, args.seed)
-    if not round(args.keep_fraction * run.num_rows):
-        raise UserError(f"--keep-fraction {args.keep_fraction}: keeps none of the {run.num_rows} "
-                        "lower rows")
-    hidden = config.get_text_config().hidden_size
-    if args.adapter:
-        models.find_adapter(args.adapter)
-    elif args.lora_rank > hidden:
-        raise UserError(f"--lora-rank {args.lora_rank}: the model's hidden size is {hidden}; a "
-                        "larger rank adds nothing")
-    print_plan(run)
-    return run
+        lower = lower.select(places)
+    rows = Rows(
+        lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
+    )
+    sets.check_vocabulary(rows.by_name(), config)
+    for name, level in rows.by_name().items():
+        tokens = int(sets.row_lengths(level).sum())
+        report = sets.left_out(levels.reports.get(name, {}))
+        print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
+    print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
+    return rows
+
+
+def make_plan(args, lower):
+    """Steps of a run over these lower rows, printed with the arithmetic."""
+    num_rows = len(lower)
+    steps_per_epoch = math.ceil(num_rows / args.batch)
+    total_steps = steps_per_epoch * args.epochs
+    budget = getattr(args, "token_budget", None)
+    if budget is not None:
+        total_steps = budget_steps(budget, sets.row_lengths(lower), args.batch, args.seed)
+    if round(args.keep_fraction * num_rows) == 0:
+        raise UserError(
+            f"--keep-fraction {args.keep_fraction}: keeps none of the {num_rows} rows"
+        )
+    count = processes.world_size()
+    forwards = math.ceil(args.batch / count / args.micro_batch)
+    print(
+        f"steps: ceil({num_rows} lower rows / batch {args.batch}) = {steps_per_epoch} an epoch, "
+        f"x {total_steps / steps_per_epoch:g} epochs = {total_steps}; {forwards} forwards a step "
+        f"(batch {args.batch} / {count} processes / micro batch {args.micro_batch})"
+    )
+    return Plan(num_rows, steps_per_epoch, total_steps)
 
 
 def budget_steps(budget, lengths, batch, seed):
     """Steps until `budget` tokens of the lower rows (prompts included) are read; lengths (N,)."""
     epochs, rest = divmod(budget - 1, int(lengths.sum()))
     order = batches.permutation(len(lengths), seed, epochs, stream=0)
-    read = torch.stack([part.sum() for part in lengths[order].split(batch)]).cumsum(0)
+    read = torch.stack([block.sum() for block in lengths[order].split(batch)]).cumsum(0)
     return epochs * len(read) + int((read <= rest).sum()) + 1
 
 
-def row_sets(levels):
-    """{name: rows} of the sets that there are."""
-    names = ("lower", "upper", "upper_heldout", "lower_heldout")
-    return {name: getattr(levels, name) for name in names if getattr(levels, name) is not None}
-
-
-def print_plan(run):
-    """Rows, tokens, steps, and what memory and disk the run needs, with the arithmetic."""
-    args, longest = run.args, 0
-    for name, rows in row_sets(run.levels).items():
-        lengths = sets.row_lengths(rows)
-        longest = max(longest, int(lengths.max()))
-        print(f"{name}: {len(rows)} rows, {int(lengths.sum())} tokens"
-              + sets.left_out(run.levels.reports.get(name, {})))
-    count = processes.world_size()
-    print(f"steps: ceil({run.num_rows} lower rows / batch {args.batch}) = {run.steps_per_epoch} "
-          f"an epoch, x {run.total_steps / run.steps_per_epoch:g} epochs = {run.total_steps}; "
-          f"{math.ceil(args.batch / count / args.micro_batch)} forwards a step "
-          f"(batch {args.batch} / "
-          + (f"{count} processes / " if count > 1 else "") + f"micro batch {args.micro_batch})")
-    if args.batch > run.num_rows:
-        print(f"batch {args.batch}: a step reads at most all {run.num_rows} lower rows")
-    if run.selects and args.omega_optimizer == "sgd":
-        gamma = penalty(args.epochs - 1, args.rho_start, args.rho_step)
-        pull = args.omega_lr * gamma / args.batch * (1 - args.correction)
-        if pull > 0.5:
-            print(f"warning: --omega-lr {args.omega_lr:g}: one reading takes about {pull:.2g} x "
-                  "its loss off a row's omega, so rows not yet read will hold all the weight; "
-                  f"lower it, for instance to {args.omega_lr * 0.1 / pull:.1g}")
-    needs = memory_and_disk(args, run.config, longest, run.num_rows)
-    print(f"memory: about {needs.memory / 2**30:.2f} GiB{' a process' if count > 1 else ''} "
-          f"({needs.parts})")
-    print(f"disk: about {needs.disk / 2**20:.0f} MiB in {args.out}")
-
-
-def memory_and_disk(args, config, longest, num_rows):
-    """Bytes that a run needs: a namespace of memory and disk, and parts, memory's sum in words.
-
-    longest: tokens of the longest row; num_rows: lower rows. The answers of an online run to one
-    row stand for one row here, and what generation keeps is not counted.
-    """
-    model = models.without_weights(config)
-    base = sum(p.numel() for p in model.parameters())
-    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)
-              and m is not model.get_output_embeddings()]
-    adapter = sum(args.lora_rank * (m.in_features + m.out_features) for m in linear)
-    if args.correction and args.method in ("bds", "online"):
-        adapter *= 2  # theta_hat
-    width = 0.5 if args.four_bit else pick_dtype(
-        args.dtype, processes.pick_device(args.device), config).itemsize
-    tokens, merged = 2 * args.micro_batch * longest, base * width
-    if args.fsdp:  # each process has its share, and whole embeddings and head
-        whole = sum(m.weight.numel() for m in (
-            model.get_input_embeddings(), model.get_output_embeddings()))
-        base = whole + (base - whole) / processes.world_size()
-    shape, number = config.get_text_config(), max(width, 2)  # bytes
-    layers, hidden = shape.num_hidden_layers, shape.hidden_size
-    # What backward keeps of a token: of every wide product the output and an activation, and about
-    # 23 + 3.5 a byte of the rest. With checkpoints: each layer's input, and one layer's worth.
-    wide = sum(m.out_features for m in linear
-               if m.out_features == getattr(shape, "intermediate_size", None))
-    live = 2 * number * wide + layers * hidden * (23 + 3.5 * number)
-    if args.gradient_checkpointing:
-        live = layers * hidden * number + live / layers
-    return SimpleNamespace(
-        memory=base * width + adapter * 16 + tokens * live + 12 * num_rows,
-        disk=num_rows * (4 * args.epochs + 224) + 3 * adapter * 12 + args.merge * merged,
-        parts=f"base {base / 1e6:.1f}M parameters x {width:g} bytes, adapter {adapter / 1e6:.2f}M "
-              f"x 16, activations of at most {tokens} tokens", base=base)
-
-
-# --- start or resume ------------------------------------------------------------------------------
-
-def start(run):
-    """Model, optimisers and selector into `run`, the run folder made or continued.
-
-    Afterwards run.step is the next step, and run.saved what the scripts themselves put into the
-    last checkpoint, or None.
-    """
-    args = run.args
+def make_learner(args, device):
+    """Model, adapter and optimisers. Draws from torch's global generator, which it seeds."""
     folder.seed_everything(args.seed)
-    base = models.load_model(args.model, run.device, args.dtype, args.four_bit, on_host=args.fsdp)
-    tensors = dict(base.named_buffers()) | base.state_dict()  # of a 4-bit base its scales, too
-    run.weights = {"base_weights": folder.fingerprint(tensors)}
-    model = run.model = models.add_lora(base, args.lora_rank, args.lora_alpha, args.adapter,
-                                        args.gradient_checkpointing)
-    run.theta = [p for p in model.parameters() if p.requires_grad]
+    base = models.load_model(
+        args.model, device, args.dtype, args.four_bit, on_host=args.fsdp
+    )
+    # The scales of a 4-bit base stand in its state.
+    tensors = dict(base.named_buffers()) | base.state_dict()
+    fingerprints = {"base_weights": folder.fingerprint(tensors)}
+    model = models.add_lora(
+        base, args.lora_rank, args.lora_alpha, args.adapter, args.gradient_checkpointing
+    )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if args.adapter:
-        run.weights["adapter_weights"] = folder.fingerprint(
-            {name: p for name, p in model.named_parameters() if p.requires_grad})
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            began = json.loads((Path(args.adapter).parent / "config.json").read_text())["model"]
-            if began["base_weights"] != run.weights["base_weights"]:
-                print(f"warning: {args.adapter}: began on other base weights or in another dtype")
-    run.optimizers = {"theta": torch.optim.Adam(run.theta, lr=args.lr)}
-    run.limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    run.omega_options = {"at_next": args.omega_loss == "next", "correction": args.correction}
-    if run.selects and args.correction:
+        fingerprints["adapter_weights"] = folder.fingerprint(trained)
+        warn_of_other_base(args.adapter, fingerprints["base_weights"])
+    theta = list(trained.values())
+    optimizer = torch.optim.Adam(theta, lr=args.lr)
+    theta_hat = optimizer_hat = None
+    if args.correction and args.method in ("bds", "online"):
         theta_hat = models.add_twin(model, "theta_hat")
-        run.optimizers["theta_hat"] = torch.optim.Adam(theta_hat, lr=args.lr)
-        run.omega_options |= {"theta_hat": theta_hat, "optimizer": run.optimizers["theta_hat"]}
+        optimizer_hat = torch.optim.Adam(theta_hat, lr=args.lr)
     if args.fsdp:
-        models.shard(model, run.device)
-    run.selector = Selector(run.num_rows, args.omega_lr, args.omega_optimizer, args.center,
-                            dtype=model.dtype, device=run.device)
-    run.out = folder.open_run(args.out, {
-        "args": vars(args), "environment": folder.environment(run.device, model.dtype),
-        "data": {name: sets.rows_hash(rows) for name, rows in row_sets(run.levels).items()},
-        "model": run.weights}, args.resume, FREE_TO_CHANGE)
-    run.saved = folder.load_checkpoint(run.out, model)
-    run.step = 0
-    if run.saved is not None:
-        run.step = run.saved["step"]
-        run.selector.load_state_dict(run.saved["selector"])
-        for name, optimizer in run.optimizers.items():
-            optimizer.load_state_dict(run.saved[name])
-    run.tests = {} if args.skip_scores else base_tests(run)
-    if run.selects and args.omega_start == "tests" and run.saved is None:
-        run.selector.logits.copy_(ranking.first_logits(run.tests))
-    run.tested = functools.partial(ranking.columns_of_tests, run.tests)  # places -> columns
-    run.reference = dict.fromkeys(("upper", "upper_heldout"))
-    if args.upper_loss == "dpo":
-        run.reference = reference_margins(
-            model, {name: getattr(run.levels, name) for name in run.reference}, run.out)
-    run.before = base_metrics(run)
-    run.metrics_file = metrics.open_metrics(run.out, run.step)
-    run.progress = tqdm(total=run.total_steps, initial=run.step, desc=args.method, unit="step")
+        models.shard(model, device)
+    return Learner(model, theta, optimizer, theta_hat, optimizer_hat, fingerprints)
 
 
-def before_training(run, file):
+def warn_of_other_base(adapter, base_weights):
+    """A warning where a run's adapter began on other base weights than those loaded now."""
+    config = Path(adapter).parent / "config.json"
+    if not config.is_file():  # not a run's adapter
+        return
+    began = json.loads(config.read_text()).get("model", {}).get("base_weights")
+    if began not in (None, base_weights):
+        print(f"warning: {adapter}: began on other base weights or in another dtype")
+
+
+def open_run(args, rows, learner, selector):
+    """(run folder, the state of its last checkpoint or None): made anew, or continued."""
+    model = learner.model
+    config = {
+        "args": vars(args),
+        "environment": folder.environment(model.device, model.dtype),
+        "data": {name: sets.rows_hash(level) for name, level in rows.by_name().items()},
+        "model": learner.fingerprints,
+    }
+    out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
+    saved = folder.load_checkpoint(out, model)
+    if saved is not None:
+        selector.load_state_dict(saved["selector"])
+        learner.load_state_dict(saved)
+    return out, saved
+
+
+def measure_base(args, rows, model, reference, out, resumed):
+    """`Base`, computed once and kept in the run folder."""
+    file = out / "weights" / "base_losses.safetensors"
+    losses = folder.read_once(
+        file, lambda path: load_file(path)["losses"].view(len(rows.lower))
+    )
+    if losses is None:
+        with _before_training(args, model, file, resumed):
+            losses, _ = row_losses(model, rows.lower, label="base losses")
+        folder.write_once(file, save({"losses": losses}))
+    file = out / "base.json"
+    metrics = folder.read_once(file, lambda path: json.loads(path.read_text()))
+    if metrics is None:
+        with _before_training(args, model, file, resumed):
+            values = held_out_metrics(model, rows, reference)
+        metrics = {f"base/{key}": value for key, value in values.items()}
+        folder.write_once(file, json.dumps(metrics) + "\n")
+    return Base(metrics, losses)
+
+
+def _before_training(args, model, file, resumed):
     """The model as it was before its first step, while `file` is made, after a resume too."""
-    if run.args.adapter is None:  # a fresh adapter adds exact zeros: without it, bit for bit equal
-        return run.model.disable_adapter()
-    if run.saved is not None:
-        raise UserError(f"{file}: missing, and the adapter that the run began with has been "
-                        "trained since; restore the file or start a new run")
+    if args.adapter is None:
+        # A fresh adapter adds exact zeros: without it, the model is the same bit for bit.
+        return model.disable_adapter()
+    if resumed:
+        raise UserError(
+            f"{file}: missing, and the adapter that the run began with has been trained since; "
+            "restore the file or start a new run"
+        )
     return contextlib.nullcontext()
 
 
-def base_tests(run):
-    """{"losses": every lower row's loss before training, and `ranking.row_tests`}, (N,) each.
+# --- every step -----------------------------------------------------------------------------------
 
-    Computed once and kept in the run folder; tests.json has what the report shows of them. The
-    forwards of every row are made once for a base model and rows, not once a run: runtime/cache.py.
+
+def check_finite(step, norm, losses, lower, places):
+    """`UserError` naming the rows when a step's loss or gradient is not a number.
+
+    norm (): of the gradient, or a sum that is not finite where one loss is none; losses (B,);
+    places (B,): where the rows of the batch stand in `lower`.
     """
-    file, lower = run.out / "weights" / "base_losses.safetensors", run.levels.lower
-    saved = folder.read_once(file, lambda f: (columns := load_file(f)) and {
-        name: columns[name].view(run.num_rows) for name in ("losses", *columns)})
-    if saved is None:
-        with before_training(run, file):
-            tests, notes = ranking.row_tests(run.model, lower, run.levels.upper,
-                end_ids(run.tokenizer), fact_reader(run.tokenizer), run.args.seed,
-                ranking.row_evidence if run.args.adapter else functools.partial(remembered, run))
-        losses = tests.pop("loss")
-        saved = tests | {"losses": losses if run.model.dtype == torch.float64 else losses.float()}
-        folder.write_once(run.out / "tests.json", json.dumps(
-            ranking.first_look(tests, notes, lower)) + "\n")
-        folder.write_once(file, save({name: t.contiguous() for name, t in saved.items()}))
-    return saved
+    if torch.isfinite(norm):
+        return
+    bad = places[~torch.isfinite(losses.cpu())]
+    row_ids = lower.select(bad.tolist())["row_id"][:]
+    raise UserError(
+        f"step {step}: the loss or its gradient is not finite (lower row_ids {row_ids}); lower "
+        "--lr or remove the rows, and start again in another --out"
+    )
 
 
-def remembered(run, model, rows, ends, facts, blank, label):
-    """`ranking.row_evidence` of rows under the base model, made once for all runs. An adapter that
-    a run begins with is not in the key (its alpha is no weight): no cache there."""
-    sizes = model.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # the path of a copy changes nothing
-        sizes.pop(name, None)
-    decides = {"environment": folder.environment(run.device, model.dtype), "model": run.weights,
-               "rows": sets.rows_hash(rows), "sizes": json.dumps(sizes, default=str),
-               "ends": sorted(ends), "blank": blank, "words": run.tokenizer.get_vocab(),
-               "kernel": logprobs.KERNEL, "batch": batches.TOKENS_AT_ONCE, "fsdp": run.args.fsdp,
-               "code": [content_hash(Path(module.__file__).read_text(encoding="utf-8"))
-                        for module in (ranking, ranking.detect, batches, logprobs, models)]}
-    return cached_columns(run.args.cache_dir, decides, ranking.EVIDENCE, len(rows), lambda: (
-        ranking.row_evidence(model, rows, ends, facts, blank, label=label)))
+def loss_metrics(rho, upper, weighted):
+    """What the log says of a step: upper losses (B_up,), and lower ones times their weights."""
+    upper_loss = upper.mean().item() if len(upper) else None
+    lower_loss = weighted.mean().item()
+    return {
+        "upper_loss": upper_loss,
+        "lower_loss": lower_loss,
+        "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
+    }
 
 
-def base_metrics(run):
-    """{"base/KEY": held-out metric before training}; computed once and kept in the run folder."""
-    file = run.out / "base.json"
-    values = folder.read_once(file, lambda f: json.loads(f.read_text()) | {})  # | of a list raises
-    if values is None:
-        with before_training(run, file):
-            values = {f"base/{key}": value for key, value in monitor.held_out_metrics(run).items()}
-        folder.write_once(file, json.dumps(values) + "\n")
+def held_out_metrics(model, rows, reference):
+    """Mean losses of the held-out rows, and the share of trusted answers given exactly.
+
+    Of preference pairs: the DPO loss, the share of pairs ranked right, the mean margin.
+    """
+    values = {}
+    if reference["upper_heldout"] is not None:
+        margins = reference["upper_heldout"]
+        logps = pair_logps(model, rows.upper_heldout, "upper_heldout")
+        gaps = dpo_margins(logps, margins)
+        values["upper_heldout"] = upper_losses(logps, None, margins).mean().item()
+        values["upper_accuracy"] = (gaps > 0).double().mean().item()
+        values["upper_margin"] = gaps.mean().item()
+    elif rows.upper_heldout is not None:
+        losses, lengths, exact = row_losses(
+            model, rows.upper_heldout, label="upper_heldout", greedy=True
+        )
+        values |= mean_losses(losses, lengths, "upper_heldout")
+        values["upper_exact"] = exact.double().mean().item()
+    if rows.lower_heldout is not None:
+        losses, lengths = row_losses(model, rows.lower_heldout, label="lower_heldout")
+        values |= mean_losses(losses, lengths, "lower_heldout")
     return values
+
+
+def selector_report(selector, out, epoch):
+    """Save omega after an epoch; its diagnostics as metrics, and a warning when it says little."""
+    file = out / "weights" / f"epoch_{epoch}.safetensors"
+    folder.write_once(file, save({"omega": selector.logits.cpu().contiguous()}))
+    report = selector.diagnostics()
+    if report["uniform"] and len(selector.logits) > 1:
+        tqdm.write(
+            f"epoch {epoch}: the weights are still nearly uniform (1 % to 99 % quantile "
+            f"{report['weight_q01']:.3f} to {report['weight_q99']:.3f}); only their order "
+            "informs; a larger --omega-lr spreads them"
+        )
+    if report["collapsed"]:
+        tqdm.write(
+            f"epoch {epoch}: the selector has collapsed onto {report['ess']:.1f} of "
+            f"{len(selector.logits)} rows; lower --omega-lr"
+        )
+    return {f"omega/{key}": value for key, value in report.items()}
 
 
 # --- after the last step --------------------------------------------------------------------------
 
-def finish(run, masked=None, curate=None, mask_is_ranked=False):
-    """The ranking of every lower row, adapter, final metrics, one table and the RESULT line.
 
-    masked (N,) bool: rows of which omega judged new answers; mask_is_ranked: they are those that
-    weights or a file put last. curate(ranks, kept) writes the curated set, returns more metrics.
+@dataclass
+class Judged:
+    """What a run says of each of its lower rows at the end, (N,) each.
+
+    scores: {name: higher is better}, the first one ranks; columns: of weights.jsonl; implicit:
+    the implicit weight (Eq. explicit_data_logit; ours is the mean over tokens), -L, with the
+    correction A L_hat - L.
     """
-    args, lower = run.args, run.levels.lower
-    run.progress.close()
-    result = {"method": args.method, "seed": args.seed, "rows": len(lower),
-              "lower_tokens": int(sets.row_lengths(lower).sum()),
-              "dtype": str(run.model.dtype).removeprefix("torch.")} | run.before
+
+    scores: dict
+    columns: dict
+    implicit: torch.Tensor
+
+
+def judge_rows(args, run):
+    """`Judged` by the losses under the final model; omega is for the scripts to put in front."""
+    model = run.learner.model
+    lower = run.rows.lower
+    losses, lengths = row_losses(model, lower, label="final losses")
+    scores = {"final": -losses, "base": -run.base.losses, "length": lengths}
+    columns = {"base_loss": run.base.losses, "final_loss": losses, "length": lengths}
+    implicit = -losses
+    if run.learner.theta_hat is not None:
+        with models.adapter(model, "theta_hat"):
+            attainable, _ = row_losses(model, lower, label="attainable losses")
+        implicit = args.correction * attainable - losses
+        scores["corrected"] = implicit
+        columns["attainable_loss"] = attainable
+    return Judged(scores, columns, implicit)
+
+
+def result_of(args, run, judged, kept):
+    """The metrics of result.json; kept (N,) bool."""
+    lower = run.rows.lower
+    model = run.learner.model
     last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
-    result |= {key: last[key] for key in (k.removeprefix("base/") for k in run.before)}
-    columns = {} if masked is None else {"masked": masked}
-    scores, implicit = ({}, None) if args.skip_scores else final_scores(run, columns, result)
-    if run.selects:
-        omega = run.selector.logits.cpu()
-        if masked is not None and args.refine != "original":
-            omega = ranking.original_scores(omega, masked, implicit, mask_is_ranked)
-        scores = {"weight": omega} | scores
+    held_out = [key.removeprefix("base/") for key in run.base.metrics]
+    losses = judged.columns["final_loss"]
+    lengths = judged.columns["length"]
+    result = {
+        "method": args.method,
+        "seed": args.seed,
+        "rows": len(lower),
+        "lower_tokens": int(sets.row_lengths(lower).sum()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **run.base.metrics,
+        **{key: last[key] for key in held_out},
+    }
+    if run.rows.all_lower is lower:
+        result |= mean_losses(losses, lengths, "lower_original")
+        result |= mean_losses(losses[kept], lengths[kept], "lower_kept")
+    else:  # the same rows for every method, and the selection that this run was given
+        every = row_losses(model, run.rows.all_lower, label="all lower losses")
+        result |= mean_losses(*every, "lower_original")
+        result |= mean_losses(losses, lengths, "lower_kept")
     for key, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{run.out}: {key} under the final model is {value}; lower --lr and "
-                            "start again in another --out")
-    ranks = kept = None
-    if scores:
-        ranks, kept = ranking.write_ranking(
-            run.out / "weights.jsonl", lower, next(iter(scores.values())), args.keep_fraction,
-            {"weight": ranking.counted_weights(run.selector, masked), **columns}, run.tests)
-        write_shown(run, ranks)
-        result |= {} if args.skip_scores else kept_losses(run, kept, columns)
-    labels = ranking.label_metrics(lower, scores)
-    if masked is not None and labels and not masked.all():
-        # omega alone: it has judged the originals of the other rows, and labels are theirs.
-        rows = (~masked).nonzero().flatten()
-        labels |= ranking.label_metrics(lower.select(rows.tolist()), {
-            f"{name}_unmasked": values[rows] for name, values in scores.items()})
-    result |= labels | (curate(ranks, kept) if curate else {})
+            raise UserError(
+                f"{run.out}: {key} under the final model is {value}; lower --lr and start again "
+                "in another --out"
+            )
+    return result
+
+
+def write_ranking(run, judged, keep_fraction):
+    """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
+    score = next(iter(judged.scores.values()))
+    path = run.out / "weights.jsonl"
+    lower = run.rows.lower
+    ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
     if processes.rank() == 0:
-        save_and_print(run, result, labels, scores)
+        write_shown(run.out, lower, ranks)
+    return {"rank": ranks, "kept": kept, **judged.columns}
 
 
-def final_scores(run, columns, result):
-    """Scores of every lower row under the final model; fills columns of the ranking and result.
-
-    Returns {"final", "base", "length", "tests", "corrected": (N,) higher is better}, and -L, the
-    implicit weight (Eq. explicit_data_logit; ours is the mean over tokens), with the correction
-    A L_hat - L.
-    """
-    losses, lengths = row_losses(run.model, run.levels.lower, label="final losses")
-    see_guidance(run, losses, lengths)
-    base = run.tests["losses"]
-    scores = {"final": -losses, "base": -base, "length": lengths, "tests": -run.tests["surprise"]}
-    columns |= {"base_loss": base, "final_loss": losses, "length": lengths}
-    result |= mean_losses(losses, lengths, "lower_original")
-    implicit = -losses
-    if "theta_hat" in run.optimizers:
-        with models.adapter(run.model, "theta_hat"):
-            attainable, _ = row_losses(run.model, run.levels.lower, label="attainable losses")
-        implicit = scores["corrected"] = run.args.correction * attainable - losses
-        columns["attainable_loss"] = attainable
-    return scores, implicit
-
-
-def see_guidance(run, losses, lengths):
-    """`ranking.with_guidance` into run.tests and tests.json; losses, lengths (N,): of the end. Only
-    where trusted answers trained and others are held out, and the run began at the base."""
-    args, held_out = run.args, run.levels.upper_heldout
-    alone = args.method == "sft" or (args.method == "mix" and args.rho == 1)
-    if args.adapter or alone or held_out is None or args.upper_loss == "dpo":
-        return
-    after, held_lengths = row_losses(run.model, held_out, label="held-out losses")
-    with run.model.disable_adapter():
-        before, _ = row_losses(run.model, held_out, label="held-out losses before")
-    run.tests.update(ranking.with_guidance(
-        run.tests, (losses - run.tests["losses"], lengths), (after - before, held_lengths)))
-    look = folder.read_once(run.out / "tests.json", lambda file: json.loads(file.read_text()) | {})
-    notes = look["notes"] if look else []
-    if len(held_out) < ranking.detect.LEAST:
-        notes = list(dict.fromkeys([*notes, f"{len(held_out)} held-out trusted rows are too few to "
-                                    "say what training does to good answers"]))
-    folder.write_once(run.out / "tests.json", json.dumps(
-        ranking.first_look(run.tests, notes, run.levels.lower)) + "\n")
-    print(ranking.bad_rows_line(run.tested(slice(None))["reason"]))
-
-
-def kept_losses(run, kept, columns):
-    """Mean losses of the rows a run keeps; of a run on kept rows, also those of all lower rows."""
-    losses, lengths = columns["final_loss"], columns["length"]
-    if len(run.all_lower) == len(losses):
-        return mean_losses(losses[kept], lengths[kept], "lower_kept")
-    # The same rows for every method, and the selection that this run was given.
-    return mean_losses(losses, lengths, "lower_kept") | mean_losses(
-        *row_losses(run.model, run.all_lower, label="all lower losses"), "lower_original")
-
-
-def write_shown(run, ranks):
+def write_shown(out, lower, ranks):
     """shown.jsonl: the texts of rows at both ends of the ranking, best first, for the report."""
-    if processes.rank() > 0:
-        return
     order = ranks.argsort().tolist()
-    rows = run.levels.lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]]))
-    write_jsonl(run.out / "shown.jsonl", ({key: row[key] for key in (
-        "row_id", "hash", "prompt", "response")} | (
-            {"messages": conversation(row)} if row.get("messages") else {}) for row in rows))
+    entries = []
+    for row in lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])):
+        entry = {key: row[key] for key in ("row_id", "hash", "prompt", "response")}
+        if row.get("messages"):
+            entry["messages"] = conversation(row)
+        entries.append(entry)
+    write_jsonl(out / "shown.jsonl", entries)
 
 
 def save_and_print(run, result, labels, scores):
-    """The adapter, the merged model when asked for, the tables, result.json and the RESULT line."""
-    models.save_adapter(run.model, run.out / "adapter")
-    if run.args.merge:
-        models.save_pretrained(run.model.merge_and_unload(), run.out / "merged",
-                               tokenizer=models.load_tokenizer(run.args.model))
+    """The adapter, the tables, result.json and the RESULT line."""
+    if processes.rank() > 0:
+        return
+    models.save_adapter(run.learner.model, run.out / "adapter")
     if labels:
         ranking.print_label_table(labels, scores)
-    print(table(["metric", "value"], [[key, value] for key, value in result.items()
-                                      if key not in labels]))
-    file, text = run.out / "result.json", json.dumps(result, indent=2) + "\n"
+    print(table(["metric", "value"], list(result.items())))
+    result = result | labels
+    file = run.out / "result.json"
+    text = json.dumps(result, indent=2) + "\n"
     if file.exists() and file.read_text() != text:  # ended before, with other kept rows
         (run.out / "losses.json").unlink(missing_ok=True)
     write_atomic(file, text)

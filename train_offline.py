@@ -13,8 +13,7 @@ Deviations from the text of the paper, each with its reason:
  1. L is the mean over a row's response tokens, then over rows. Eq. SFT_def sums over tokens, the
     paper's tables report means; with sums, long responses would own every step. Of pairs, L_val,
     the paper's "rule-based RL loss", is DPO's (upper.py).
- 2. W = N softmax(omega), mean one; see selector.py. With `--omega-start tests`, beyond the paper
-    and the default without a preset, rows that look bad start lower than the others.
+ 2. W = N softmax(omega), mean one, and omega starts at zero; see selector.py.
  3. theta descends (1 - rho) L_val + rho mean W L with rho = gamma / (1 + gamma): the paper's
     objective times (1 - rho), so clipping means the same at every rho, and BDS with frozen uniform
     weights *is* direct mixing, bit for bit. omega keeps gamma.
@@ -24,154 +23,212 @@ Deviations from the text of the paper, each with its reason:
     rows cycle through permutations of their own; neither set is cut to the other's length.
  6. Adam is torch's, betas (0.9, 0.999), no weight decay; theta's gradient is clipped at norm 1
     (unpublished; the authors' library does it).
- 7. `--correction A` takes C_i = L_i(theta) - A L_i(theta_hat), theta_hat a second adapter that
-    descends the weighted lower loss alone. A = 1 is the penalty without Assumption 1 (separable
-    data): gamma (sum sigma_i L_i(theta) - min_theta' sum sigma_i L_i(theta')), whose omega gradient
-    holds theta' fixed (Danskin). A = 0 is the paper's penalty; between them lies their convex
-    combination. theta's own gradient is the same for every A. The presets take 0. The default, 0.7,
-    ranks planted Alpaca better than the base model's loss, which 0 does not with 5.9M parameters.
+ 7. `--correction A`, beyond the paper and off by default, takes C_i = L_i(theta) -
+    A L_i(theta_hat), where theta_hat is a second adapter that descends the weighted lower loss
+    alone. A = 1 is the penalty without Assumption 1 (separable data), gamma (sum sigma_i
+    L_i(theta) - min_theta' sum sigma_i L_i(theta')); its omega gradient holds theta' fixed
+    (Danskin). A = 0 is the paper's penalty. theta's own gradient is the same for every A.
 """
 
 import argparse
 import time
+from dataclasses import dataclass
+from functools import partial
 
 import batches
 import models
 import options
+import ranking
 import session
-from logprobs import sequence_logprobs
-from runtime import monitor
+from batches import row_losses
+from logprobs import pack, sequence_logprobs
+from runtime import folder
 from runtime.command import run as run_command
-from runtime.processes import all_sum
-from upper import upper_losses
+from runtime.log import Log
+from runtime.processes import all_sum, join_processes
+from upper import Upper, upper_losses
 from utils import UserError
+
+# ruff: isort: split
+import torch
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        description="Offline bilevel data selection. Published values in brackets.")
+        description="Offline bilevel data selection. Published values in brackets."
+    )
     add = parser.add_argument_group("method").add_argument
-    add("--method", choices=("bds", "mix", "sft"), default="bds",
-        help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone")
+    add(
+        "--method",
+        choices=("bds", "mix", "sft"),
+        default="bds",
+        help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone",
+    )
     add("--rho", type=float, help="weight of the lower level under --method mix (0.5)")
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
-    add("--omega-start", choices=("zero", "tests"), default="tests",
-        help="tests: rows that look bad by the row tests start with hardly any weight (zero)")
-    add("--token-budget", type=int, help="mix and sft: in place of --epochs, the step at which so "
-        "many lower-level tokens are read is the last")
+    add(
+        "--token-budget",
+        type=int,
+        help="mix and sft: in place of --epochs, the step at which so many lower-level tokens are "
+        "read is the last",
+    )
     options.add_arguments(parser)
     args = options.parse(parser, argv)
-    if args.method != "mix" and args.rho is not None:
-        raise UserError(f"--rho {args.rho}: of --method mix; the rho of bds is --rho-start and "
-                        "--rho-step")
-    args.rho = 0.5 if args.rho is None else args.rho
+    if args.rho is not None and args.method != "mix":
+        raise UserError(
+            "--rho: for --method mix; the rho of bds is --rho-start and --rho-step"
+        )
+    if args.rho is None:
+        args.rho = 0.5
     if not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
-    if args.token_budget is not None and (args.token_budget < 1 or args.method == "bds"):
-        raise UserError(f"--token-budget {args.token_budget}: 1 or more, and under --method mix or "
-                        "sft; rho's schedule counts epochs")
+    if args.token_budget is not None and args.method == "bds":
+        raise UserError(
+            "--token-budget: for --method mix and sft; rho's schedule counts epochs"
+        )
+    options.at_least_one(args, "token_budget")
     return args
 
 
-def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho, *, clip,
-            micro_batch, reference=None, beta=0.1):
+@dataclass
+class StepLosses:
+    """The losses before a step: upper (B_up,), lower (B_low,); the gradient norm, not clipped."""
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    norm: torch.Tensor
+
+
+def descend(
+    model,
+    parameters,
+    optimizer,
+    upper_batch,
+    lower_batch,
+    weights,
+    rho,
+    *,
+    clip,
+    micro_batch,
+    reference=None,
+):
     """One step of `parameters` on (1 - rho) L_val + rho mean W L            (PBGD-1, deviation 3)
 
     upper_batch, lower_batch: lists of rows; weights (B_low,) W; clip: largest gradient norm;
-    micro_batch: rows of each level a forward; reference (B_up,) and beta: of DPO pairs.
-    Returns the losses before the step, upper (B_up,) and lower (B_low,), and the gradient norm
-    before clipping. Each process runs its share of the rows; all return the same.
+    micro_batch: rows of each level a forward; reference (B_up,): of DPO pairs. Returns
+    `StepLosses`. Each process runs its share of the rows; all return the same.
     """
-    upper_all, lower_all = (weights.new_zeros(len(b)) for b in (upper_batch, lower_batch))
-    upper_rows, lower_rows = ([batches.sequences([row]) for row in b]
-                              for b in (upper_batch, lower_batch))
-    for up, low, rows in batches.micro_batches(upper_rows, lower_rows, micro_batch,
-                                               models.is_sharded(model)):
-        logps, lengths = sequence_logprobs(model, batches.pack(rows, model.device))
+    upper_all = weights.new_zeros(len(upper_batch))
+    lower_all = weights.new_zeros(len(lower_batch))
+    upper_rows = [batches.sequences([row]) for row in upper_batch]
+    lower_rows = [[row] for row in lower_batch]
+    forwards = batches.micro_batches(
+        upper_rows, lower_rows, micro_batch, models.is_sharded(model)
+    )
+    for up, low, rows in forwards:
+        logps, lengths = sequence_logprobs(model, pack(rows, model.device))
         count = sum(len(upper_rows[i]) for i in up)
-        upper = upper_losses(logps[:count], lengths[:count],
-                             None if reference is None else reference[up], beta)
-        lower = (-logps[count:] / lengths[count:])[:len(low)]          # Eq. SFT_def, deviation 1
+        margins = None if reference is None else reference[up]
+        upper = upper_losses(logps[:count], lengths[:count], margins)
+        lower = (-logps[count:] / lengths[count:])[: len(low)]  # Eq. SFT_def, deviation 1
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
         loss = rho * (weights[low] * lower).sum() / len(lower_batch)
         if upper_batch:
             loss = loss + (1 - rho) * upper.sum() / len(upper_batch)
         loss.backward()
-        upper_all[up], lower_all[low] = upper.detach(), lower.detach()
+        upper_all[up] = upper.detach()
+        lower_all[low] = lower.detach()
     norm = models.update(parameters, optimizer, clip)
-    return all_sum(upper_all), all_sum(lower_all), norm
+    return StepLosses(all_sum(upper_all), all_sum(lower_all), norm)
 
 
-def omega_losses(model, lower_batch, weights, losses, *, at_next=True, correction=0.0,
-                 theta_hat=None, optimizer=None, step=descend,
-                 measure=lambda model, rows: batches.row_losses(model, rows)[0], **limits):
-    """C (B,) of omega's step: losses (B,) at theta^k, or anew at theta^{k+1} (deviation 4).
+def train(args, run):
+    """The loop: theta and omega in turn, every step logged, the state saved."""
+    rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
+    model = learner.model
+    bilevel = args.method == "bds"
+    at_next = args.omega_loss == "next"
+    schedule = options.penalties(args, plan.num_epochs)
+    lower = batches.tokens_only(rows.lower)
+    upper = Upper(None if args.method == "sft" else rows.upper, run.reference["upper"])
+    limits = {"clip": args.clip, "micro_batch": args.micro_batch}
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
+    descend_hat = partial(
+        descend, model, learner.theta_hat, learner.optimizer_hat, **limits
+    )
+    log = Log(run.out, run.first_step, plan.total_steps, args.method)
 
-    With a correction A (deviation 7), theta_hat first takes its own step on the weighted lower
-    loss, and C is L(theta) - A L(theta_hat). measure, step: how losses are read and theta_hat
-    descends; train_online.py has its own. limits: of `step`.
-    """
-    if at_next:
-        losses = measure(model, lower_batch)
-    if correction:
-        with models.adapter(model, "theta_hat"):
-            _, attained, *_, norm = step(model, theta_hat, optimizer, [], lower_batch, weights, 1.0,
-                                         **limits)
+    for step in range(run.first_step, plan.total_steps):
+        started = time.perf_counter()
+        epoch, k = divmod(step, plan.steps_per_epoch)
+        rho, gamma = schedule[epoch]
+        metrics = {"step": step, "epoch": epoch, "rho": rho}
+
+        # --- sample -------------------------------------------------------------------------------
+        places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
+        upper_batch, margins = upper.batch(step, args.batch, args.seed)
+        lower_batch = batches.take(lower, places)
+        weights = selector.weights(places)
+
+        # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
+        losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
+        session.check_finite(step, losses.norm, losses.lower, rows.lower, places)
+
+        # --- omega: one step with C at theta^{k+1}  (PBGD-2) --------------------------------------
+        if bilevel:
+            costs = losses.lower
             if at_next:
-                attained = measure(model, lower_batch)
-        losses = losses - correction * attained.to(losses) + 0 * norm.to(losses)  # inf: main stops
-    return losses
+                costs = row_losses(model, lower_batch)[0]
+            if args.correction:  # deviation 7
+                with models.adapter(model, "theta_hat"):
+                    twin = descend_hat([], lower_batch, weights, 1.0)
+                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                session.check_finite(step, twin.norm, attained, rows.lower, places)
+                costs = costs - args.correction * attained.to(costs)
+            session.check_finite(step, costs.sum(), costs, rows.lower, places)
+            selector.step(places, costs, gamma)
+
+        # --- log, evaluate, save ------------------------------------------------------------------
+        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.lower)
+        metrics["grad_norm"] = losses.norm.item()
+        metrics["tokens"] = batches.count_tokens(
+            lower_batch + batches.sequences(upper_batch)
+        )
+        if plan.ends_epoch(step):
+            metrics |= session.held_out_metrics(model, rows, run.reference)
+            if bilevel:
+                metrics |= session.selector_report(selector, run.out, epoch + 1)
+        log.write(metrics, started)
+        if plan.saves(step, args.save_every):
+            state = {"selector": selector.state_dict(), **learner.state_dict()}
+            folder.save_checkpoint(run.out, step + 1, model, state)
+    log.close()
+
+
+def finish(args, run):
+    """Every lower row ranked, the adapter, one table."""
+    judged = session.judge_rows(args, run)
+    if args.method == "bds":
+        judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
+    judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
+    ranked = session.write_ranking(run, judged, args.keep_fraction)
+    result = session.result_of(args, run, judged, ranked["kept"])
+    labels = ranking.label_metrics(run.rows.lower, judged.scores)
+    session.save_and_print(run, result, labels, judged.scores)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    bilevel = args.method == "bds"
-    penalties = options.penalties(args) if bilevel else None
-    run = session.plan(args)
-    if args.dry_run:
-        return
-    session.start(run)
-
-    while run.step < run.total_steps:
-        epoch, k = divmod(run.step, run.steps_per_epoch)
-        started = time.perf_counter()
-
-        # --- sample -------------------------------------------------------------------------------
-        lower_rows = batches.epoch_batch(run.num_rows, args.batch, args.seed, epoch, k)
-        lower_batch, upper_batch, reference = batches.take(run.lower, lower_rows), [], None
-        if args.method != "sft":
-            upper_rows = batches.cycle(len(run.upper), run.step * args.batch, args.batch, args.seed)
-            upper_batch, reference = batches.take(run.upper, upper_rows), run.reference["upper"]
-        rho = args.rho if args.method == "mix" else 1.0
-        if bilevel:
-            rho, gamma = penalties[epoch]
-        weights = run.selector.weights(lower_rows)
-
-        # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
-        lr = models.set_learning_rate(run.optimizers, args.lr, args.schedule, run.step,
-                                      run.total_steps)
-        upper_now, lower_now, grad_norm = descend(
-            run.model, run.theta, run.optimizers["theta"], upper_batch, lower_batch, weights, rho,
-            reference=None if reference is None else reference[upper_rows], beta=args.dpo_beta,
-            **run.limits)
-        monitor.check_finite(run, grad_norm, lower_now, lower_rows)
-
-        # --- omega: one step with C at theta^{k+1}  (PBGD-2) --------------------------------------
-        if bilevel:
-            losses = omega_losses(run.model, lower_batch, weights, lower_now, **run.omega_options,
-                                  **run.limits)
-            monitor.check_finite(run, losses.sum(), losses, lower_rows)
-            run.selector.step(lower_rows, losses, gamma)
-
-        # --- log, evaluate, save ------------------------------------------------------------------
-        lower_loss = (weights * lower_now).mean().item()
-        upper_loss = upper_now.mean().item() if upper_batch else None
-        monitor.end_step(run, {
-            "step": run.step, "epoch": epoch, "rho": rho, "upper_loss": upper_loss,
-            "lower_loss": lower_loss, "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
-            "grad_norm": grad_norm.item(), "lr": lr,
-            "tokens": batches.count_tokens(lower_batch + batches.sequences(upper_batch))}, started)
-    session.finish(run)
+    device = join_processes()
+    tokenizer = models.load_tokenizer(args.model)
+    rows = session.read_rows(args, tokenizer)
+    plan = session.make_plan(args, rows.lower)
+    options.penalties(
+        args, plan.num_epochs
+    )  # a rho outside (0, 1) is an error before the start
+    run = session.set_up(args, device, tokenizer, rows, plan)
+    train(args, run)
+    finish(args, run)
 
 
 if __name__ == "__main__":

@@ -16,28 +16,27 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
     k = K_gen. `--first-refresh K` trains on originals up to step K; a mask FILE drops them from
-    step 0 on, except under generate and original.
+    step 0 on under drop.
 10. The ratio is one of sequence probabilities, sums over tokens, at temperature 1, scored by the
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
     permutations are seeded in between, so the others would be overwritten unread.
 12. The dynamic mask is the bottom R of the weights at each refresh; at the first step a random one.
 13. theta_hat of `--correction` descends the lower loss with r = 1; answers' weights are theta's.
-14. `--refine drop` and `original` are the controls. Sampled at temperature 1 with a summed loss,
-    the expected ratio-weighted gradient is exactly zero: part of what generation gains may simply
-    be that the bad answers are gone, and `drop` shows how much.
+14. `--refine drop` is the control: the same mask, no answers, no lower loss of masked rows. Sampled
+    at temperature 1 with a summed loss, the expected ratio-weighted gradient is exactly zero: part
+    of what generation gains may simply be that the bad answers are gone, and `drop` shows how much.
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
-16. Beyond the paper: `--refine accept` trains on answers that it finds in the file and trusted rows
-    vouch for, and on cut ones without an end (accept.py). `--mask FILE` masks what a ranking drops.
+16. Beyond the paper: `--mask FILE` masks the rows that a ranking does not keep.
 """
 
 import argparse
 import math
 import time
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
-import accept
 import batches
 import bmo_weights
 import curate
@@ -46,200 +45,210 @@ import options
 import ranking
 import session
 from generate import generate
-from logprobs import sequence_logprobs
-from runtime import monitor
+from logprobs import pack, sequence_logprobs
+from runtime import folder
 from runtime.command import run as run_command
-from runtime.processes import all_sum, share_list
+from runtime.log import Log
+from runtime.processes import all_sum, join_processes, share_list
 from selector import dynamic_mask, static_mask
-from toy import corpus
-from train_offline import omega_losses
-from upper import upper_losses
-from utils import UserError, content_hash
+from train_offline import StepLosses
+from upper import Upper, upper_losses
+from utils import UserError
 
 # ruff: isort: split
 import torch
 
 # Beside the defaults below, which are the published ones of the quality task.
 PRESETS = options.PRESETS | {
-    "llama3-8b-safety": options.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}}
+    "llama3-8b-safety": options.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}
+}
 
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        description="Online self-refining generation. Published values in brackets.")
+        description="Online self-refining generation. Published values in brackets."
+    )
     add = parser.add_argument_group("method").add_argument
-    add("--mask", default="static", help="static, dynamic, or a ranking file: masked are the rows "
-        "that it does not keep (static; safety: dynamic)")
-    add("--ratio-masked", type=float, default=0.1, help="R, share of masked rows (0.05, 0.1, 0.2)")
+    add(
+        "--mask",
+        default="static",
+        help="static, dynamic, or a ranking file: masked are the rows that it does not keep "
+        "(static; safety: dynamic)",
+    )
+    add(
+        "--ratio-masked",
+        type=float,
+        default=0.1,
+        help="R, share of masked rows (0.05, 0.1, 0.2)",
+    )
     add("--num-answers", type=int, default=1, help="G, answers to a masked question (1, 5)")
     add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
-    add("--refine", choices=("generate", "drop", "original", *accept.RULES), default="generate",
-        help="the paper's; none; the original; found ones that trusted rows vouch for; random ones")
-    add("--ratio", choices=("sequence", "lambda"), default="sequence",
-        help="weight of an answer: r, or G lambda")
-    add("--max-log-ratio", type=float, default=bmo_weights.MAX_LOG_RATIO, help="clamp of |log r|")
+    add(
+        "--refine",
+        choices=("generate", "drop"),
+        default="generate",
+        help="answer masked questions anew, or leave them out (the control)",
+    )
+    add(
+        "--ratio",
+        choices=("sequence", "lambda"),
+        default="sequence",
+        help="weight of an answer: r, or G lambda",
+    )
     add("--temperature", type=float, default=0.8, help="(0.8)")
     add("--max-new-tokens", type=int, default=512, help="(512)")
-    add("--generation-batch", type=int, default=64, help="answers at a time; in bf16 another "
-        "number writes others (64, safety 16)")
+    add(
+        "--generation-batch",
+        type=int,
+        default=64,
+        help="answers at a time; in bf16 another number writes others (64, safety 16)",
+    )
     options.add_arguments(parser)
-    parser.set_defaults(method="online", omega_start="zero")  # omega judges new answers
+    parser.set_defaults(method="online")
     args = options.parse(parser, argv, PRESETS)
-    if args.mask not in ("static", "dynamic") and not Path(args.mask).is_file():
-        raise UserError(f"--mask {args.mask}: neither static, dynamic nor a file")
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")
     options.at_least_one(args, "num_answers", "k_gen", "max_new_tokens", "generation_batch")
     if args.first_refresh < 0:
         raise UserError(f"--first-refresh {args.first_refresh}: a step, 0 or more")
-    if not 0 < args.temperature < math.inf or not args.max_log_ratio > 0:
-        raise UserError("--temperature and --max-log-ratio must be positive")
+    if not 0 < args.temperature < math.inf:
+        raise UserError(f"--temperature {args.temperature}: must be a number above 0")
     if args.turns != "last":
-        raise UserError("--turns all: an online run rewrites one answer a row; use --turns last")
-    if args.skip_scores:
-        raise UserError("--skip-scores: only they rank the originals of masked rows; leave it out")
+        raise UserError(
+            "--turns all: an online run rewrites one answer a row; use --turns last"
+        )
     return args
-
-
-def check_refreshes(args, run):
-    """Prints the arithmetic of masks and refreshes; returns whether the last mask is ranked."""
-    num_masked, run.given_mask = round(args.ratio_masked * run.num_rows), None
-    if args.mask not in ("static", "dynamic"):
-        run.given_mask = ranking.rows_not_kept(run.levels.lower, args.mask)
-        num_masked = int(run.given_mask.sum())
-        args.masked_rows = content_hash(str(run.given_mask.tolist()))  # of the file, for --resume
-        args.keep_fraction = min(args.keep_fraction, 1 - num_masked / run.num_rows)
-        print(f"mask: the {num_masked} of {run.num_rows} rows that {args.mask} does not keep, nor "
-              f"this run (--keep-fraction {args.keep_fraction:g}), whatever --ratio-masked")
-    if args.refine in accept.RULES:
-        accept.split_trusted(run)
-    else:  # the curated set is written
-        curate.check_room(run.lower, args.max_new_tokens, run.context)
-    if num_masked == 0:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: masks none of {run.num_rows} rows")
-    if args.first_refresh >= run.total_steps:
-        raise UserError(f"--first-refresh {args.first_refresh}: the run has {run.total_steps} "
-                        "steps, so no row would ever be masked")
-    steps_left = run.total_steps - 1 - args.first_refresh
-    last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
-    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
-        print("warning: the only refresh is before the first step: " + (
-            "no row was read, so it is a random mask" if args.mask == "dynamic" else
-            "the untrained model writes all answers") + (
-                f"; make --k-gen smaller than {run.total_steps}" if run.total_steps > 1 else ""))
-    if args.refine == "generate":
-        read = min(run.num_rows, args.k_gen * args.batch) / run.num_rows
-        print(f"generation: {num_masked} rows masked; a refresh every {args.k_gen} steps answers "
-              f"about {round(num_masked * read)} of them {args.num_answers} times")
-    return run.given_mask is not None or (args.mask == "dynamic" and last_refresh > 0)
-
-
-def sampling_options(args, run):
-    """What `generate` needs beside model, prompts and seeds."""
-    return {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature,
-            "end_ids": curate.end_tokens(run.levels.lower, run.tokenizer),
-            "batch_size": args.generation_batch}
-
-
-class Answers:
-    """What a lower row trains on: its original row, G generated ones, or nothing (dropped).
-
-    rows: tokenised rows; old_logps (G,): log-probs when written, None for originals and accepted
-    answers; step: of the refresh that wrote them; weight: of an accepted answer, its precision.
-    """
-
-    def __init__(self, rows, old_logps=None, step=None, weight=1.0):
-        self.rows, self.old_logps, self.step, self.weight = rows, old_logps, step, weight
-
-
-def begin(run, sampling):
-    """mask (N,), buffer {position: `Answers`} and count of answers: saved ones, or none yet."""
-    if run.args.refine in accept.RULES:
-        accept.prepare(run, sampling)
-    if run.saved is None:
-        return (torch.zeros(run.num_rows, dtype=torch.bool) if run.given_mask is None
-                else run.given_mask), {}, 0
-    buffer = {p: Answers(*answers) for p, answers in run.saved["buffer"].items()}
-    return run.saved["mask"], buffer, run.saved["num_answers"]
 
 
 # --- lines 3 and 5-8: mask and generate -----------------------------------------------------------
 
-def new_mask(kind, ratio_masked, logits, before, seed, refresh):
+
+@dataclass(frozen=True)
+class Masking:
+    """Which rows are masked: `kind` "static" or "dynamic" with the share `ratio`, or those of
+    `given` (N,) bool, which a file names. is_ranked: whether the last mask holds the rows that
+    weights or a file put last, and is no random sample."""
+
+    kind: str
+    ratio: float
+    given: torch.Tensor | None
+    is_ranked: bool
+
+
+def plan_masks(args, plan, lower):
+    """`Masking` of a run over the lower rows, printed with the arithmetic."""
+    given = None
+    num_masked = round(args.ratio_masked * plan.num_rows)
+    if args.mask not in ("static", "dynamic"):
+        given = ranking.rows_not_kept(lower, args.mask)
+        num_masked = int(given.sum())
+    if num_masked == 0 or args.first_refresh >= plan.total_steps:
+        raise UserError(
+            f"--ratio-masked {args.ratio_masked} of {plan.num_rows} rows, --first-refresh "
+            f"{args.first_refresh} of {plan.total_steps} steps: no row would ever be masked"
+        )
+    steps_left = plan.total_steps - 1 - args.first_refresh
+    last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
+    print(
+        f"mask: {num_masked} of {plan.num_rows} rows; a refresh every {args.k_gen} steps, the last "
+        f"before step {last_refresh}"
+    )
+    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
+        print(
+            "warning: the only refresh is before the first step: the untrained model writes all "
+            f"answers, and a dynamic mask is random; make --k-gen smaller than {plan.total_steps}"
+        )
+    is_ranked = given is not None or (args.mask == "dynamic" and last_refresh > 0)
+    return Masking(args.mask, args.ratio_masked, given, is_ranked)
+
+
+@dataclass
+class Answers:
+    """What a lower row trains on: its original row, G generated ones, or nothing (dropped).
+
+    rows: tokenised rows; old_logps (G,): log-probs when written, None for an original; step: of
+    the refresh that wrote them.
+    """
+
+    rows: list
+    old_logps: torch.Tensor | None = None
+    step: int | None = None
+
+
+def new_mask(masking, logits, before, seed, refresh):
     """Line 3: I_M (N,) bool. Static: drawn once; dynamic: the bottom R of the weights now."""
+    if masking.given is not None:
+        return masking.given
     generator = batches.seeded(seed, "mask", refresh)
-    if kind == "dynamic":
-        return dynamic_mask(logits, ratio_masked, generator)
-    return before if before.any() else static_mask(len(logits), ratio_masked, generator)
+    if masking.kind == "dynamic":
+        return dynamic_mask(logits, masking.ratio, generator)
+    if before.any():
+        return before
+    return static_mask(len(logits), masking.ratio, generator)
 
 
-def answer(model, prompts, names, step, *, num_answers, sampling, label):
+def answer(model, prompts, names, step, num_answers, sampling):
     """Lines 6-7: G answers to each prompt, and their log-probs under this model.
 
     names: one string a prompt, the seed of its draws together with g. sampling: options of
     `generate`. Returns ([`Answers`, one a prompt], [(tokens, complete), G a prompt]).
     """
-    jobs = [(i, g) for i in range(len(prompts)) for g in range(num_answers)]
-    written = share_list(
-        lambda prompts, seeds: generate(model, prompts, seeds, label=label, **sampling),
-        [prompts[i] for i, _ in jobs], [f"{names[i]} {g}" for i, g in jobs])
-    rows = [batches.answer_row(prompts[i], tokens)
-            for (i, _), (tokens, _) in zip(jobs, written, strict=True)]
+    repeated = []
+    seeds = []
+    for prompt, name in zip(prompts, names, strict=True):
+        for g in range(num_answers):
+            repeated.append(prompt)
+            seeds.append(f"{name} {g}")
+
+    def write(prompts, seeds):
+        label = f"answers of step {step}"
+        return generate(model, prompts, seeds, label=label, **sampling)
+
+    written = share_list(write, repeated, seeds)
+    rows = []
+    for prompt, (tokens, _) in zip(repeated, written, strict=True):
+        rows.append(batches.answer_row(prompt, tokens))
     losses, lengths = batches.row_losses(model, rows, label="scoring answers")
     old_logps = (-losses.double() * lengths).view(-1, num_answers)
-    return [Answers(rows[i * num_answers:(i + 1) * num_answers], old_logps[i], step)
-            for i in range(len(prompts))], written
+    answers = []
+    for i in range(len(prompts)):
+        group = rows[i * num_answers : (i + 1) * num_answers]
+        answers.append(Answers(group, old_logps[i], step))
+    return answers, written
 
 
-def refresh(run, before, number, sampling):
-    """Lines 3 and 5-8: the mask (N,), {position: `Answers`} of its rows that are read, metrics.
-
-    before: the mask until now; number: of the refresh. Rows that the next K_gen steps do not read
-    get no answers (deviation 11), nor does any under `--refine drop` and `original`.
-    """
-    args, started = run.args, time.perf_counter()
-    mask = run.given_mask if run.given_mask is not None else new_mask(
-        args.mask, args.ratio_masked, run.selector.logits, before, args.seed, number)
-    metrics = {"mask_churn": float((mask & ~before).sum() / mask.sum())}
-    if args.refine in ("drop", "original"):
-        return mask, {}, metrics
-    coming = [p for p in batches.coming_rows(run.num_rows, args.batch, args.seed, run.step,
-                                             min(run.step + args.k_gen, run.total_steps))
-              if mask[p]]
-    if not coming:  # a short window may read no masked row
-        return mask, {}, metrics | {"answers": 0}
-    if args.refine in accept.RULES:
-        accepted, values = accept.accepted_answers(run, coming, sampling, number)
-        return mask, {p: Answers([row], None, run.step, weight)
-                      for p, (row, weight) in accepted.items()}, metrics | values
-    rows = run.levels.lower.select(coming)
-    answers, written = answer(
-        run.model, [batches.prompt_of(row) for row in batches.take(run.lower, coming)],
-        [f"{args.seed} {number} {row_id}" for row_id in rows["row_id"]], run.step,
-        num_answers=args.num_answers, sampling=sampling, label=f"refresh {number}")
-    count, labels = len(written), {}
-    if "kind" in rows.column_names:  # known faults; of the toy the right answers are known too
-        labels = corpus.answer_labels(rows, [
-            run.tokenizer.decode(tokens, skip_special_tokens=True) for tokens, _ in written])
-    return mask, dict(zip(coming, answers, strict=True)), metrics | labels | {
-        "answers": count, "answers_complete": sum(done for _, done in written) / count,
-        "answers_empty": sum(len(t) == 1 and d for t, d in written) / count,
-        "answer_length": sum(len(t) for t, _ in written) / count,
-        "time/generate": time.perf_counter() - started}
+def answer_metrics(written):
+    """How the answers of a refresh look: [(tokens, complete)] -> {name: number}."""
+    count = len(written)
+    if count == 0:  # a short window may read no masked row
+        return {"answers": 0}
+    empty = sum(complete and len(tokens) == 1 for tokens, complete in written)
+    return {
+        "answers": count,
+        "answers_complete": sum(complete for _, complete in written) / count,
+        "answers_empty": empty / count,
+        "answer_length": sum(len(tokens) for tokens, _ in written) / count,
+    }
 
 
-def step_answers(lower, lower_rows, mask, buffer, refine):
-    """`Answers` of each row of lower_rows (B,); without a new one a masked row may have none."""
-    rows, kept = batches.take(lower, lower_rows), refine in ("generate", "original")
-    return [Answers([row]) if not mask[p] else
-            buffer[p] if p in buffer else Answers([row] if kept else [])
-            for p, row in zip(lower_rows.tolist(), rows, strict=True)]
+def step_answers(rows, places, mask, buffer, refine):
+    """`Answers` of each row of the batch at `places`; a masked row may have none under drop."""
+    answers = []
+    for place, row in zip(places.tolist(), rows, strict=True):
+        if not mask[place]:
+            answers.append(Answers([row]))
+        elif place in buffer:
+            answers.append(buffer[place])
+        else:
+            answers.append(Answers([row] if refine == "generate" else []))
+    return answers
 
 
 # --- lines 9-13: the lower loss of originals and answers ------------------------------------------
 
-def answer_weights(kind, logps, old_logps, max_log_ratio):
+
+def answer_weights(kind, logps, old_logps):
     """r^g of answers (n, G), given log-probs now and at generation (Corollary importance_ratio).
 
     All (n, G), sums over tokens in nats. Also counts the clamped ones. `lambda` is G lambda (Lemma
@@ -247,165 +256,322 @@ def answer_weights(kind, logps, old_logps, max_log_ratio):
     """
     if kind == "lambda":
         return bmo_weights.response_weights(logps.detach()) * logps.shape[1], 0
-    return (bmo_weights.importance_ratio(logps, old_logps, max_log_ratio),
-            int(bmo_weights.clamped(logps, old_logps, max_log_ratio).sum()))
+    num_clamped = int(bmo_weights.clamped(logps, old_logps).sum())
+    return bmo_weights.importance_ratio(logps, old_logps), num_clamped
 
 
-def lower_terms(questions, logps, lengths, weighing):
-    """(1/G) sum_g r^g L_{i,g} and (1/G) sum_g L_{i,g}, each (n,), of n questions; and the ratios.
+@dataclass
+class LowerTerms:
+    """Of n questions: (1/G) sum_g r^g L_{i,g} and (1/G) sum_g L_{i,g}, each (n,); ratios (m, G) of
+    the m generated questions, or None, and how many of them were clamped."""
 
-    questions: `Answers`; logps, lengths (sum of G,): of their rows, in order. weighing: kind and
-    clamp of `answer_weights`, None for r = 1. Ratios are (m, G) of the m generated questions, with
-    the number of clamped ones; (None, 0) without any.
+    weighted: torch.Tensor
+    plain: torch.Tensor
+    ratios: torch.Tensor | None
+    num_clamped: int
+
+
+def lower_terms(questions, logps, lengths, kind):
+    """`LowerTerms` of questions, a list of n `Answers`.
+
+    logps, lengths (sum of G,): of their rows, in order; kind: see `answer_weights`, None for r = 1.
     """
-    losses = -logps / lengths                                          # Eq. SFT_def, deviation 1
-    owner = torch.tensor([q for q, answers in enumerate(questions) for _ in answers.rows],
-                         dtype=torch.long, device=losses.device)
-    counts = torch.bincount(owner, minlength=len(questions)).clamp_min(1)
-    weights = [answers.weight if weighing else 1.0 for answers in questions for _ in answers.rows]
-    ratio, used, num_clamped = losses.new_tensor(weights), None, 0
-    written = [answers for answers in questions if answers.old_logps is not None]
-    if written and weighing is not None:  # generated answers count by r, others by their weight
-        new = torch.tensor([answers.old_logps is not None for answers in questions
-                            for _ in answers.rows], device=losses.device)
-        old = torch.stack([answers.old_logps for answers in written]).to(logps)
-        used, num_clamped = answer_weights(weighing[0], logps[new].view(old.shape), old,
-                                           weighing[1])
-        ratio[new] = used.flatten()
+    losses = -logps / lengths  # Eq. SFT_def, deviation 1
+    sizes = [len(answers.rows) for answers in questions]
+    counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
+    owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
+    weights = torch.ones_like(losses.detach())
+    ratios, num_clamped = None, 0
+    generated = [answers for answers in questions if answers.old_logps is not None]
+    if generated and kind is not None:
+        is_new = torch.tensor([answers.old_logps is not None for answers in questions])
+        new_rows = is_new.to(losses.device)[owner]
+        old_logps = torch.stack([answers.old_logps for answers in generated]).to(logps)
+        new_logps = logps[new_rows].view(old_logps.shape)
+        ratios, num_clamped = answer_weights(kind, new_logps, old_logps)
+        weights[new_rows] = ratios.flatten()
 
     def mean(values):  # (1/G) sum_g, a question
-        return values.new_zeros(len(counts)).index_add(0, owner, values) / counts
+        sums = values.new_zeros(len(questions)).index_add(0, owner, values)
+        return sums / counts.clamp_min(1)
 
-    return mean(ratio * losses), mean(losses.detach()), used, num_clamped
+    return LowerTerms(mean(weights * losses), mean(losses.detach()), ratios, num_clamped)
 
 
-def descend(model, parameters, optimizer, upper_batch, lower_batch, weights, rho, *, clip,
-            micro_batch, num_answers, weighing=None, reference=None, beta=0.1):
+@dataclass
+class OnlineLosses(StepLosses):
+    """`lower` is the plain mean over answers, `weighted` (B_low,) that with the ratios (m, G)."""
+
+    weighted: torch.Tensor
+    ratios: torch.Tensor
+    num_clamped: int
+
+
+def descend(
+    model,
+    parameters,
+    optimizer,
+    upper_batch,
+    lower_batch,
+    weights,
+    rho,
+    *,
+    clip,
+    micro_batch,
+    num_answers,
+    kind=None,
+    reference=None,
+):
     """One step of `parameters` on (1 - rho) L_val + rho mean_i W_i (1/G) sum_g r^g L_{i,g}.
 
     As in train_offline.py, but lower_batch holds one `Answers` a row, without rows for a dropped
-    one; num_answers: G; weighing: see `lower_terms`. Returns the losses before the step, upper
-    (B_up,) and lower (B_low,) with plain means over answers; the weighted lower losses; the ratios
-    used (m, G), their clamp count; the gradient norm before clipping.
+    one; num_answers: G; kind: see `answer_weights`. Returns `OnlineLosses`.
     """
-    upper_all, lower_all = (weights.new_zeros(len(b)) for b in (upper_batch, lower_batch))
-    plain_all, num_clamped = torch.zeros_like(lower_all), torch.tensor(0)
+    upper_all = weights.new_zeros(len(upper_batch))
+    lower_all = weights.new_zeros(len(lower_batch))
+    weighted_all = torch.zeros_like(lower_all)
     ratios = weights.new_zeros(len(lower_batch), num_answers)
+    num_clamped = torch.tensor(0)
     upper_rows = [batches.sequences([row]) for row in upper_batch]
     lower_rows = [answers.rows for answers in lower_batch]
-    for up, low, rows in batches.micro_batches(upper_rows, lower_rows, micro_batch,
-                                               models.is_sharded(model)):
-        logps, lengths = sequence_logprobs(model, batches.pack(rows, model.device))
+    forwards = batches.micro_batches(
+        upper_rows, lower_rows, micro_batch, models.is_sharded(model)
+    )
+    for up, low, rows in forwards:
+        logps, lengths = sequence_logprobs(model, pack(rows, model.device))
         count = sum(len(upper_rows[i]) for i in up)
         end = count + sum(len(lower_rows[i]) for i in low)
-        upper = upper_losses(logps[:count], lengths[:count],
-                             None if reference is None else reference[up], beta)
-        lower, plain, used, over = lower_terms([lower_batch[i] for i in low], logps[count:end],
-                                               lengths[count:end], weighing)
+        margins = None if reference is None else reference[up]
+        upper = upper_losses(logps[:count], lengths[:count], margins)
+        questions = [lower_batch[i] for i in low]
+        terms = lower_terms(questions, logps[count:end], lengths[count:end], kind)
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
-        loss = rho * (weights[low] * lower).sum() / len(lower_batch)
+        loss = rho * (weights[low] * terms.weighted).sum() / len(lower_batch)
         if upper_batch:
             loss = loss + (1 - rho) * upper.sum() / len(upper_batch)
         loss.backward()
-        upper_all[up], lower_all[low], plain_all[low] = upper.detach(), lower.detach(), plain
-        if used is not None:
-            ratios[[i for i in low if lower_batch[i].old_logps is not None]] = used.to(ratios)
-            num_clamped += over
+        upper_all[up] = upper.detach()
+        lower_all[low] = terms.plain
+        weighted_all[low] = terms.weighted.detach()
+        if terms.ratios is not None:
+            written = [i for i in low if lower_batch[i].old_logps is not None]
+            ratios[written] = terms.ratios.to(ratios)
+            num_clamped += terms.num_clamped
     norm = models.update(parameters, optimizer, clip)
-    for values in (upper_all, plain_all, lower_all, ratios, num_clamped):
+    for values in (upper_all, lower_all, weighted_all, ratios, num_clamped):
         all_sum(values)
-    written = [weighing is not None and answers.old_logps is not None for answers in lower_batch]
-    return upper_all, plain_all, lower_all, ratios[written], num_clamped.item(), norm
+    written = [
+        kind is not None and answers.old_logps is not None for answers in lower_batch
+    ]
+    return OnlineLosses(
+        upper_all, lower_all, norm, weighted_all, ratios[written], num_clamped.item()
+    )
 
 
-# --- line 14: C of omega's step, of `train_offline.omega_losses` ----------------------------------
+# --- line 14: C of omega's step -------------------------------------------------------------------
 
-def mean_answer_losses(model, lower_batch):
-    """(1/G) sum_g L_{i,g}, no gradient, no ratio (C_omega), (B_low,); 0 for a dropped row."""
-    rows = [row for answers in lower_batch for row in answers.rows]
+
+def row_losses(model, lower_batch):
+    """(1/G) sum_g L_{i,g}, no gradient, no ratio (C_omega): [(B_low,)]; 0 for a dropped row."""
+    rows = []
+    for answers in lower_batch:
+        rows += answers.rows
     losses, _ = batches.row_losses(model, rows)
-    parts = losses.split([len(answers.rows) for answers in lower_batch])
-    return torch.stack([part.mean() if len(part) else losses.new_zeros(()) for part in parts])
+    means = []
+    for group in losses.split([len(answers.rows) for answers in lower_batch]):
+        means.append(group.mean() if len(group) else losses.new_zeros(()))
+    return [torch.stack(means)]
 
 
-def step_metrics(rho, weights, upper_now, plain, weighted, masked, present, used, num_clamped):
-    """What the log says of a step: losses (B,) by group of rows, and the ratios used (m, G)."""
-    def mean(values, where):
-        return values[where].mean().item() if where.any() else None
+def answer_step_metrics(losses, masked, present):
+    """What the log says of masked rows and ratios; masked, present (B_low,) bool."""
 
-    lower_loss, upper_loss = (weights * weighted).cpu().mean().item(), upper_now.mean().item()
-    plain, some = plain.cpu(), len(used) > 0
-    return {"upper_loss": upper_loss, "lower_loss": lower_loss,
-            "loss": rho * lower_loss + (1 - rho) * upper_loss,
-            "lower_loss_masked": mean(plain, masked & present),
-            "lower_loss_unmasked": mean(plain, ~masked),
-            "masked_share": masked.double().mean().item(),
-            "ratio_mean": used.mean().item() if some else None,
-            "ratio_max": used.max().item() if some else None,
-            "ratio_ess": bmo_weights.effective_sample_size(used.flatten()).item() if some else None,
-            "ratio_clamped": num_clamped}
+    def mean(values):
+        return values.mean().item() if len(values) else None
+
+    plain = losses.lower.cpu()
+    ratios = losses.ratios.flatten()
+    some = len(ratios) > 0
+    return {
+        "lower_loss_masked": mean(plain[masked & present]),
+        "lower_loss_unmasked": mean(plain[~masked]),
+        "masked_share": masked.double().mean().item(),
+        "ratio_mean": mean(ratios),
+        "ratio_max": ratios.max().item() if some else None,
+        "ratio_ess": bmo_weights.effective_sample_size(ratios).item() if some else None,
+        "ratio_clamped": losses.num_clamped,
+    }
+
+
+def sampling_options(args, run):
+    """What `generate` needs beside model, prompts and seeds."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "end_ids": curate.end_tokens(run.rows.lower, run.tokenizer),
+        "batch_size": args.generation_batch,
+    }
+
+
+def train(args, run, masking):
+    """Algorithm 1. Returns the last mask (N,), {place: `Answers`}, the number of answers."""
+    rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
+    model = learner.model
+    at_next = args.omega_loss == "next"
+    schedule = options.penalties(args, plan.num_epochs)
+    lower = batches.tokens_only(rows.lower)
+    upper = Upper(rows.upper, run.reference["upper"])
+    limits = {"clip": args.clip, "micro_batch": args.micro_batch}
+    limits["num_answers"] = args.num_answers
+    sampling = sampling_options(args, run)
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
+    descend_hat = partial(
+        descend, model, learner.theta_hat, learner.optimizer_hat, **limits
+    )
+    log = Log(run.out, run.first_step, plan.total_steps, args.method)
+    mask, buffer, num_written = restore(run.saved, masking, plan.num_rows)
+
+    for step in range(run.first_step, plan.total_steps):
+        started = time.perf_counter()
+        epoch, k = divmod(step, plan.steps_per_epoch)
+        rho, gamma = schedule[epoch]
+        metrics = {"step": step, "epoch": epoch, "rho": rho}
+
+        # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
+        number, since = divmod(step - args.first_refresh, args.k_gen)
+        if since == 0 and number >= 0:
+            before = mask
+            mask = new_mask(masking, selector.logits, before, args.seed, number)
+            metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
+            buffer = {}
+            if args.refine == "generate":
+                last = min(step + args.k_gen, plan.total_steps)
+                coming = batches.coming_rows(
+                    plan.num_rows, args.batch, args.seed, step, last
+                )
+                coming = [place for place in coming if mask[place]]  # deviation 11
+                row_ids = rows.lower.select(coming)["row_id"][:]
+                names = [f"{args.seed} {number} {row_id}" for row_id in row_ids]
+                prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
+                answers, written = answer(
+                    model, prompts, names, step, args.num_answers, sampling
+                )
+                buffer = dict(zip(coming, answers, strict=True))
+                num_written += len(written)
+                metrics |= answer_metrics(written)
+                metrics["time/generate"] = time.perf_counter() - started
+
+        # --- sample: line 4 -----------------------------------------------------------------------
+        places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
+        upper_batch, margins = upper.batch(step, args.batch, args.seed)
+        lower_batch = batches.take(lower, places)
+        lower_batch = step_answers(lower_batch, places, mask, buffer, args.refine)
+        present = torch.tensor([len(answers.rows) > 0 for answers in lower_batch])
+        weights = selector.weights(places)
+
+        # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
+        losses = descend_theta(
+            upper_batch, lower_batch, weights, rho, reference=margins, kind=args.ratio
+        )
+        session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
+
+        # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
+        if present.any():  # a dropped row has no loss; the others keep their share 1 / B
+            costs = losses.lower
+            if at_next:
+                costs = row_losses(model, lower_batch)[0]
+            if args.correction:  # deviations 7 and 13
+                with models.adapter(model, "theta_hat"):
+                    twin = descend_hat([], lower_batch, weights, 1.0)
+                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                session.check_finite(step, twin.norm, attained, rows.lower, places)
+                costs = costs - args.correction * attained.to(costs)
+            session.check_finite(step, costs.sum(), costs, rows.lower, places)
+            share = present.sum().item() / len(present)
+            selector.step(places[present], costs.cpu()[present], gamma * share)
+
+        # --- log, evaluate, save ------------------------------------------------------------------
+        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.weighted)
+        metrics |= answer_step_metrics(losses, mask[places], present)
+        metrics["grad_norm"] = losses.norm.item()
+        lower_batch = [row for answers in lower_batch for row in answers.rows]
+        metrics["tokens"] = batches.count_tokens(
+            lower_batch + batches.sequences(upper_batch)
+        )
+        if plan.ends_epoch(step):
+            metrics |= session.held_out_metrics(model, rows, run.reference)
+            metrics |= session.selector_report(selector, run.out, epoch + 1)
+        log.write(metrics, started)
+        if plan.saves(step, args.save_every):
+            state = {"selector": selector.state_dict(), **learner.state_dict()}
+            state |= saved_answers(mask, buffer, num_written)
+            folder.save_checkpoint(run.out, step + 1, model, state)
+    log.close()
+    return mask, buffer, num_written
+
+
+def saved_answers(mask, buffer, num_written):
+    """What a checkpoint holds of Algorithm 1; `restore` reads it."""
+    answers = {place: [a.rows, a.old_logps, a.step] for place, a in buffer.items()}
+    return {"mask": mask, "buffer": answers, "num_written": num_written}
+
+
+def restore(saved, masking, num_rows):
+    """Mask (N,), {place: `Answers`} and number of answers of a checkpoint, or those of a start."""
+    if saved is not None:
+        buffer = {place: Answers(*answers) for place, answers in saved["buffer"].items()}
+        return saved["mask"], buffer, saved["num_written"]
+    if masking.given is not None:
+        return masking.given, {}, 0
+    return torch.zeros(num_rows, dtype=torch.bool), {}, 0
+
+
+def finish(args, run, masking, mask, buffer, num_written):
+    """Every lower row ranked, masked questions answered once more, the adapter, one table."""
+    lower = run.rows.lower
+    judged = session.judge_rows(args, run)
+    omega = run.selector.logits.cpu()
+    omega = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
+    judged.scores = {"weight": omega, **judged.scores}
+    weights = ranking.counted_weights(run.selector, mask)
+    judged.columns = {"weight": weights, **judged.columns, "masked": mask}
+    keep_fraction = args.keep_fraction
+    if masking.given is not None:  # what a file has put away does not come back as kept
+        keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
+    ranked = session.write_ranking(run, judged, keep_fraction)
+    result = session.result_of(args, run, judged, ranked["kept"])
+    labels = ranking.label_metrics(lower, judged.scores)
+    if not mask.all():  # omega alone has judged the originals of the other rows
+        rows = (~mask).nonzero().flatten()
+        unmasked = {
+            f"{name}_unmasked": values[rows] for name, values in judged.scores.items()
+        }
+        labels |= ranking.label_metrics(lower.select(rows.tolist()), unmasked)
+    bottom = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
+    if masking.given is not None:
+        bottom = masking.given
+    places = bottom.nonzero().flatten().tolist()
+    columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
+    sampling = sampling_options(args, run)
+    result["answers_generated"] = num_written
+    result |= curate.curated_set(run, places, buffer, columns, sampling, args.template)
+    session.save_and_print(run, result, labels, judged.scores)
 
 
 def main(argv=None):
     args = parse_args(argv)
-    penalties = options.penalties(args)
-    run = session.plan(args)
-    mask_is_ranked = check_refreshes(args, run)
-    if args.dry_run:
-        return
-    session.start(run)
-    limits = run.limits | {"num_answers": args.num_answers}
-    sampling = sampling_options(args, run)
-    mask, buffer, num_answers = begin(run, sampling)
-
-    while run.step < run.total_steps:
-        epoch, k = divmod(run.step, run.steps_per_epoch)
-        rho, gamma = penalties[epoch]
-        started, metrics = time.perf_counter(), {"step": run.step, "epoch": epoch, "rho": rho}
-
-        # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
-        number, since = divmod(run.step - args.first_refresh, args.k_gen)
-        if since == 0 and number >= 0:
-            mask, buffer, refreshed = refresh(run, mask, number, sampling)
-            num_answers += refreshed.get("answers", 0) - refreshed.get("accepted/prefix", 0)
-            metrics |= refreshed
-
-        # --- sample: line 4 -----------------------------------------------------------------------
-        lower_rows = batches.epoch_batch(run.num_rows, args.batch, args.seed, epoch, k)
-        upper_rows = batches.cycle(len(run.upper), run.step * args.batch, args.batch, args.seed)
-        upper_batch, reference = batches.take(run.upper, upper_rows), run.reference["upper"]
-        lower_batch = step_answers(run.lower, lower_rows, mask, buffer, args.refine)
-        present = torch.tensor([bool(answers.rows) for answers in lower_batch])
-        weights = run.selector.weights(lower_rows)
-
-        # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        lr = models.set_learning_rate(run.optimizers, args.lr, args.schedule, run.step,
-                                      run.total_steps)
-        upper_now, plain, weighted, used, num_clamped, grad_norm = descend(
-            run.model, run.theta, run.optimizers["theta"], upper_batch, lower_batch, weights, rho,
-            weighing=(args.ratio, args.max_log_ratio), beta=args.dpo_beta,
-            reference=None if reference is None else reference[upper_rows], **limits)
-        monitor.check_finite(run, grad_norm, weighted, lower_rows)
-
-        # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
-        if present.any():  # a dropped row has no loss; the others keep their share 1 / B
-            losses = omega_losses(run.model, lower_batch, weights, plain, step=descend,
-                                  measure=mean_answer_losses, **run.omega_options, **limits)
-            monitor.check_finite(run, losses.sum(), losses, lower_rows)
-            run.selector.step(lower_rows[present], losses.cpu()[present],
-                              gamma * (present.sum().item() / len(present)))
-
-        # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= step_metrics(rho, weights, upper_now, plain, weighted, mask[lower_rows], present,
-                                used, num_clamped)
-        metrics |= {"grad_norm": grad_norm.item(), "lr": lr, "tokens": batches.count_tokens(
-            batches.sequences(upper_batch) + [row for q in lower_batch for row in q.rows])}
-        monitor.end_step(run, metrics, started, {
-            "mask": mask, "num_answers": num_answers,
-            "buffer": {p: [a.rows, a.old_logps, a.step, a.weight] for p, a in buffer.items()}})
-    rewrite = accept.rewrite if args.refine in accept.RULES else curate.refine
-    session.finish(run, mask, lambda *ranks_kept: {"answers_generated": num_answers} | (
-        curate.curated_set(run, mask, buffer, sampling, *ranks_kept, rewrite)), mask_is_ranked)
+    device = join_processes()
+    tokenizer = models.load_tokenizer(args.model)
+    rows = session.read_rows(args, tokenizer)
+    plan = session.make_plan(args, rows.lower)
+    options.penalties(
+        args, plan.num_epochs
+    )  # a rho outside (0, 1) is an error before the start
+    masking = plan_masks(args, plan, rows.lower)
+    context = models.context_length(models.load_config(args.model))
+    curate.check_room(rows.lower, args.max_new_tokens, context)
+    run = session.set_up(args, device, tokenizer, rows, plan)
+    finish(args, run, masking, *train(args, run, masking))
 
 
 if __name__ == "__main__":

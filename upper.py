@@ -6,10 +6,32 @@ from runtime.folder import read_once, write_once
 import torch
 from safetensors.torch import load_file, save
 
-from batches import row_losses, sequences, tokens_only
+from batches import cycle, row_losses, sequences, take, tokens_only
+
+BETA = 0.1  # of DPO; the paper publishes none
 
 
-def upper_losses(logps, lengths, reference=None, beta=0.1):
+class Upper:
+    """The trusted rows that train, read as an endless run of seeded permutations.
+
+    rows: a data set, or None for SFT, which reads none; margins (n,): see `reference_margins`,
+    None for rows that are no pairs.
+    """
+
+    def __init__(self, rows, margins=None):
+        self.rows = None if rows is None else tokens_only(rows)
+        self.margins = margins
+
+    def batch(self, step, batch, seed):
+        """(rows of a step, their margins (B_up,) or None)."""
+        if self.rows is None:
+            return [], None
+        places = cycle(len(self.rows), step * batch, batch, seed)
+        margins = None if self.margins is None else self.margins[places]
+        return take(self.rows, places), margins
+
+
+def upper_losses(logps, lengths, reference=None):
     """L_val of the upper examples, (n,) nats.
 
     Without a reference: the mean over response tokens of every row (Eq. SFT_def). With one, DPO
@@ -18,28 +40,28 @@ def upper_losses(logps, lengths, reference=None, beta=0.1):
     """
     if reference is None:
         return -logps / lengths
-    return -torch.nn.functional.logsigmoid(dpo_margins(logps, reference, beta))
+    return -torch.nn.functional.logsigmoid(dpo_margins(logps, reference))
 
 
-def dpo_margins(logps, reference, beta=0.1):
+def dpo_margins(logps, reference):
     """beta ((log pi(y_c) - log pi(y_r)) - (log ref(y_c) - log ref(y_r))), (n,) from (2n,) sums."""
     chosen, rejected = logps.view(-1, 2).unbind(1)
-    return beta * (chosen - rejected - reference.to(logps))
+    return BETA * (chosen - rejected - reference.to(logps))
 
 
 def reference_margins(model, sets, out):
     """{name: (n,) log ref(y_c) - log ref(y_r)} of sets of pairs under the frozen base.
 
-    sets: {name: pairs}. The adapter is switched off; computed once, the run folder keeps them.
+    sets: {name: pairs}. The adapter is switched off; computed once, the run folder `out` keeps it.
     """
     file = out / "weights" / "reference_margins.safetensors"
-    margins = read_once(file, lambda f: {name: load_file(f)[name].view(len(pairs))
-                                         for name, pairs in sets.items()})
+    margins = read_once(file, load_file)
     if margins is None:
         margins = {}
         with model.disable_adapter():
             for name, pairs in sets.items():
-                chosen, rejected = pair_logps(model, pairs, f"reference, {name}").view(-1, 2).T
+                logps = pair_logps(model, pairs, f"reference, {name}")
+                chosen, rejected = logps.view(-1, 2).T
                 margins[name] = chosen - rejected
         write_once(file, save(margins))
     return margins

@@ -1,4 +1,4 @@
-"""Which rows to keep, without bilevel training: random, DSIR, LESS, RDS+, controls, row tests.
+"""Which rows to keep, without bilevel training: random, DSIR, LESS, RDS+ and three controls.
 
     python -m baselines less --lower noisy.jsonl --upper trusted.jsonl --model NAME
     python -m baselines dsir                                      # the embedded toy
@@ -6,21 +6,18 @@
 
 Every line of --out is a row: row_id, hash, rank (1 = best), kept, score (higher is better).
 random, DSIR and LESS are the paper's baselines (section 5), RDS+ is a later one; loss, length and
-IFD are controls; tests and joined need no trusted rows, and take them as their null where --upper
-names some.
+IFD are controls.
 
     random   a seeded permutation                                                   scores.py
     dsir     how much likelier a row's n-grams are among the upper rows             dsir.py
     less     how far an Adam step on this row lowers the upper loss                 less.py
-    rds      how near a row's hidden states are to an upper row's                     rds.py
+    rds      how near a row's hidden states are to an upper row's                   rds.py
     loss     minus the base model's mean response loss                              scores.py
     length   characters of the response, longer is better                           scores.py
     ifd      mean loss given the prompt / mean loss behind the blank prompt         scores.py
-    tests    minus the log odds of a fault by the row tests, with a reason          tests.py
-    joined   the tests' score and the loss, added                                   tests.py
 
-Each file lists where it deviates from its source. Common to all: the upper rows that training would
-hold out are held out here, by the same flags, model and seed: without --model no row is too long,
-and a file that holds such rows is split otherwise. Of preference pairs (`--upper-loss dpo`, as in
-training) DSIR, LESS and RDS+ see the chosen responses.
+Each file lists where it deviates from its source. Common to all: the rows are those of training by
+the same flags, model and seed, so the upper rows that training would hold out are held out here. Of
+preference pairs (`--upper-loss dpo`) DSIR, LESS and RDS+ see the chosen responses. random, dsir and
+length read nothing of the model but its tokenizer.
 """

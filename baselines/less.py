@@ -8,10 +8,14 @@ Deviations, each with its reason:
  4. Gradients are not projected. The authors store a projection of every row's, to use it again for
     other upper rows. Here each is compared as it comes with the mean of the upper rows' unit
     gradients, which is all that the score needs. Exact, and of a checkpoint the disk holds 3 P
-    numbers and P for each group, whatever the number of rows.
+    numbers and one for each row and group.
+
+OUT.less holds the warm-up's checkpoints and what each says of the lower rows: a killed run goes on
+from the last of these.
 """
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,12 +27,15 @@ import models
 import train_offline
 import utils
 from data import sets
-from logprobs import sequence_logprobs
-from runtime import folder, processes
+from logprobs import pack, sequence_logprobs
+from runtime import folder
 from utils import UserError
 
-ROWS_A_SAVE = 256  # what a kill costs after the warm-up, at most
+SETTINGS = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
+            "lora_alpha", "dtype", "four_bit")
 
+
+# --- gradients ------------------------------------------------------------------------------------
 
 def adam_direction(gradient, m, v):
     """Gamma = m' / sqrt(v' + 1e-8) after one more Adam step on `gradient`; (..., P), m and v (P,).
@@ -50,172 +57,173 @@ def row_gradients(model, theta, rows):
 
     def watch(layer, arguments, output):
         if layer not in outputs:  # not again when a checkpointed forward is repeated
-            inputs[layer], outputs[layer] = arguments[0].detach()[0], output
+            inputs[layer] = arguments[0].detach()[0]
+            outputs[layer] = output
 
-    hooks = [layer.register_forward_hook(watch) for layer in model.modules()
-             if hasattr(layer, "lora_A")]
-    batch = batches.pack(rows, model.device)
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    hooks = [layer.register_forward_hook(watch) for layer in layers]
+    batch = pack(rows, model.device)
     try:
         logps, lengths = sequence_logprobs(model, batch)
-        gradients = torch.autograd.grad((-logps / lengths).sum(), list(outputs.values()))
+        total = (-logps / lengths).sum()
+        gradients = torch.autograd.grad(total, list(outputs.values()))
     finally:
         for hook in hooks:
             hook.remove()
     starts = batch["cu_seqlens"].long()
-    place = torch.arange(starts.diff().max(), device=starts.device)
-    inside = place < starts.diff()[:, None]                                  # (n, longest)
+    lengths = starts.diff()[:, None]
+    place = torch.arange(lengths.max(), device=starts.device)
+    inside = place < lengths                                                 # (n, longest)
     index = torch.where(inside, starts[:-1, None] + place, 0)
     by_parameter = {}
     for layer, gradient in zip(outputs, gradients, strict=True):
-        a, b = (part["default"].weight for part in (layer.lora_A, layer.lora_B))
+        a = layer.lora_A["default"].weight
+        b = layer.lora_B["default"].weight
         x = inputs[layer][index].to(a.dtype)
-        g = (gradient[0][index] * inside[:, :, None]).to(a.dtype) * layer.scaling["default"]
+        g = (gradient[0][index] * inside[:, :, None]).to(a.dtype)
+        g = g * layer.scaling["default"]
         by_parameter[a] = (g @ b).transpose(1, 2) @ x
         by_parameter[b] = g.transpose(1, 2) @ (x @ a.T)
     return torch.cat([by_parameter[p].detach().flatten(1) for p in theta], dim=1)
 
 
-def warm_up(model, theta, rows, work, *, fraction, epochs, batch, micro_batch, lr, seed):
-    """Train the adapter on a random share of the rows; one checkpoint an epoch, in `work`.
+def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
+    """Unit gradients (n, P) of `micro_batch` rows at a time, in order.
 
-    Returns the files. A checkpoint is theta, m, v, each (P,), and lr, the epoch's mean learning
-    rate. All are taken as they are when none is missing, else the warm-up starts anew: the caller
-    has checked that they come from the same arguments. fraction: share of the rows; batch: rows a
-    step, micro_batch: rows a forward.
+    adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows.
     """
-    files = [work / f"warmup_{epoch}.safetensors" for epoch in range(epochs)]
-    if all(file.exists() for file in files):
-        return files
-    count = max(1, round(fraction * len(rows)))
-    chosen = batches.permutation(len(rows), seed, 0, stream=4)[:count]
-    steps = math.ceil(count / batch)
-    total, rising = steps * epochs, math.ceil(0.03 * steps * epochs)
-    print(f"warm-up: {count} of {len(rows)} rows, {steps} steps of {batch} rows an epoch, "
-          f"x {epochs} epochs = {total}")
-    optimizer = torch.optim.Adam(theta, lr=lr)
-    progress = tqdm(total=total, desc="less: warm-up", unit="step")
-    for epoch, file in enumerate(files):
-        order, rates = chosen[batches.permutation(count, seed, epoch, stream=5)], []
-        for k in range(steps):
-            step, members = epoch * steps + k, batches.take(rows, order[k * batch:][:batch])
-            falling = (total - step) / max(1, total - rising)
-            rates.append(lr * min((step + 1) / (rising + 1), falling))
-            optimizer.param_groups[0]["lr"] = rates[-1]
-            *_, norm = train_offline.descend(
-                model, theta, optimizer, [], members, theta[0].new_ones(len(members)), 1.0,
-                clip=1.0, micro_batch=micro_batch)
-            if not torch.isfinite(norm):
-                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
-            progress.update()
-        state = [optimizer.state[p] for p in theta]
-        utils.write_atomic(file, save({
-            "theta": torch.cat([p.detach().flatten() for p in theta]).cpu(),
-            "m": torch.cat([s["exp_avg"].flatten() for s in state]).cpu(),
-            "v": torch.cat([s["exp_avg_sq"].flatten() for s in state]).cpu(),
-            "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64)}))
-    progress.close()
-    return files
-
-
-def unit_gradients(model, theta, rows, done, micro_batch, label, adam=None):
-    """Unit gradients of the rows from row `done` on: (place of the first, (n, P) vectors, save).
-
-    adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows. save: the
-    last of ROWS_A_SAVE rows, or of all. `micro_batch` rows are in memory at a time.
-    """
-    bar = tqdm(total=len(rows), initial=done, desc=f"less: {label}", unit="row", mininterval=1)
-    while done < len(rows):
-        border = min(len(rows), done - done % ROWS_A_SAVE + ROWS_A_SAVE)
-        part = batches.take(rows, range(done, min(done + micro_batch, border)))
-        vectors = row_gradients(model, theta, part)
+    for start in tqdm(range(0, len(rows), micro_batch), desc=f"less: {label}", mininterval=1):
+        block = batches.take(rows, range(start, min(start + micro_batch, len(rows))))
+        vectors = row_gradients(model, theta, block)
         if adam is not None:
             vectors = adam_direction(vectors, *adam)
         norms = vectors.norm(dim=1, keepdim=True)
         if not torch.isfinite(norms).all():
-            position = done + int((~torch.isfinite(norms)).nonzero()[0, 0])
-            raise UserError(f"{label}: the gradient of row {position} is not finite")
-        done += len(part)
-        yield done - len(part), vectors.div_(norms.clamp_min(1e-30)), done == border
-        bar.update(len(part))
-    bar.close()
+            raise UserError(f"less, {label}: a gradient behind row {start} is not finite")
+        yield vectors.div_(norms.clamp_min(1e-30))
 
 
-def upper_direction(model, theta, upper, member, file, micro_batch):
-    """sum_{z'} member[j, z'] g(z') / |g(z')|, (J, P); goes on from what a killed run saved.
+# --- warm-up --------------------------------------------------------------------------------------
 
-    member (J, rows): the share of every upper row in its group's mean, 0 in the other groups'.
+@dataclass
+class WarmUp:
+    """How the adapter is trained on a share of the rows: batch rows a step, micro_batch a forward.
     """
-    size = sum(p.numel() for p in theta)
-    saved = load_file(file) if file.exists() else {
-        "done": torch.tensor(0), "sum": torch.zeros(len(member), size, dtype=theta[0].dtype)}
-    total = saved["sum"].to(model.device, copy=True)  # a file's memory is not aligned: other sums
-    member = member.to(total)
-    for start, vectors, save_now in unit_gradients(
-            model, theta, upper, int(saved["done"]), micro_batch, file.stem):
-        done = start + len(vectors)
-        total += member[:, start:done] @ vectors
-        if save_now:
-            utils.write_atomic(file, save({"done": torch.tensor(done), "sum": total.cpu()}))
-    return total
+    fraction: float
+    epochs: int
+    batch: int
+    micro_batch: int
+    lr: float
+    seed: int
 
 
-def lower_cosines(model, theta, lower, direction, adam, file, micro_batch):
-    """<Gamma(z) / |Gamma(z)|, direction_j> of every lower row, (N, J) float64; goes on, too."""
-    saved = load_file(file)["cosines"] if file.exists() else torch.zeros(
-        0, len(direction), dtype=torch.float64)
-    parts = [saved]
-    for _, vectors, save_now in unit_gradients(
-            model, theta, lower, len(saved), micro_batch, file.stem, adam):
-        parts.append((vectors @ direction.T).double().cpu())
-        if save_now:
-            parts = [torch.cat(parts)]
-            utils.write_atomic(file, save({"cosines": parts[0]}))
-    return parts[0]
+def warm_up(model, theta, rows, work, settings):
+    """Train the adapter on a random share of the rows; one checkpoint an epoch, in `work`.
+
+    Returns the files. A checkpoint is theta, m, v, each (P,), and lr, the epoch's mean learning
+    rate. All are taken as they are when none is missing, else the warm-up starts anew: the caller
+    has checked that they come from the same arguments.
+    """
+    files = [work / f"warmup_{epoch}.safetensors" for epoch in range(settings.epochs)]
+    if all(file.exists() for file in files):
+        return files
+    count = max(1, round(settings.fraction * len(rows)))
+    chosen = batches.permutation(len(rows), settings.seed, 0, stream=4)[:count]
+    steps = math.ceil(count / settings.batch)
+    total = steps * settings.epochs
+    rising = math.ceil(0.03 * total)
+    print(f"warm-up: {count} of {len(rows)} rows, {steps} steps of {settings.batch} rows an epoch, "
+          f"x {settings.epochs} epochs = {total}")
+    optimizer = torch.optim.Adam(theta, lr=settings.lr)
+    for epoch, file in enumerate(files):
+        order = chosen[batches.permutation(count, settings.seed, epoch, stream=5)]
+        rates = []
+        for k in tqdm(range(steps), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"):
+            step = epoch * steps + k
+            falling = (total - step) / max(1, total - rising)
+            rates.append(settings.lr * min((step + 1) / (rising + 1), falling))
+            optimizer.param_groups[0]["lr"] = rates[-1]
+            members = batches.take(rows, order[k * settings.batch:][:settings.batch])
+            losses = train_offline.descend(
+                model,
+                theta,
+                optimizer,
+                [],
+                members,
+                theta[0].new_ones(len(members)),
+                1.0,
+                clip=1.0,
+                micro_batch=settings.micro_batch,
+            )
+            if not torch.isfinite(losses.norm):
+                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
+        utils.write_atomic(file, save(checkpoint(theta, optimizer, rates)))
+    return files
 
 
-def less_scores(model, theta, lower, upper, groups, files, work, micro_batch):
+def checkpoint(theta, optimizer, rates):
+    """{theta, m, v: (P,), lr: (1,)} after an epoch of these learning rates."""
+    states = [optimizer.state[parameter] for parameter in theta]
+    return {
+        "theta": torch.cat([parameter.detach().flatten() for parameter in theta]).cpu(),
+        "m": torch.cat([state["exp_avg"].flatten() for state in states]).cpu(),
+        "v": torch.cat([state["exp_avg_sq"].flatten() for state in states]).cpu(),
+        "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64),
+    }
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+def group_shares(groups):
+    """(J, M) float64: the share of each of M upper rows in the mean of its group, else 0."""
+    names = sorted(set(groups))
+    member = torch.tensor([[group == name for group in groups] for name in names])
+    return member.double() / member.sum(dim=1, keepdim=True)
+
+
+def cosines_at(model, theta, rows, shares, state, micro_batch):
+    """<Gamma(z) / |Gamma(z)|, d_j> of every lower row z at one checkpoint, (N, J) float64.
+
+    rows: (lower, upper); d_j = sum_{z'} shares[j, z'] g(z') / |g(z')|; state: of `checkpoint`.
+    """
+    lower, upper = rows
+    torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
+    direction = torch.zeros(
+        len(shares), len(state["theta"]), dtype=theta[0].dtype, device=model.device)
+    shares = shares.to(direction)
+    done = 0
+    for vectors in unit_gradients(model, theta, upper, micro_batch, "upper rows"):
+        direction += shares[:, done:done + len(vectors)] @ vectors
+        done += len(vectors)
+    adam = state["m"].to(model.device), state["v"].to(model.device)
+    cosines = []
+    for vectors in unit_gradients(model, theta, lower, micro_batch, "lower rows", adam):
+        cosines.append((vectors @ direction.T).double().cpu())
+    return torch.cat(cosines)
+
+
+def less_scores(model, theta, rows, groups, files, micro_batch):
     """LESS: s(z) = max over groups j of mean over upper rows z' in j of sum_i w_i cos_i(z, z').
 
     cos_i(z, z') = <Gamma_i(z), g_i(z')> of the unit vectors at checkpoint i: Adam's step on the
     lower row z against the plain gradient of the upper row z'. w_i is the epoch's mean learning
-    rate, normalised to sum one. groups: a name for each upper row; files: the checkpoints of
-    `warm_up`. Returns (N,) float64.
+    rate, normalised to sum one. rows: (lower, upper); groups: a name for each upper row; files: the
+    checkpoints of `warm_up`, beside which the cosines are kept. Returns (N,) float64.
     """
-    names = sorted(set(groups))
-    member = torch.tensor([[group == name for group in groups] for name in names]).double()
-    member /= member.sum(dim=1, keepdim=True)
-    checkpoints = [load_file(file) for file in files]
-    rates = torch.cat([checkpoint["lr"] for checkpoint in checkpoints])
-    scores = torch.zeros(len(lower), len(names), dtype=torch.float64)
-    for i, (weight, state) in enumerate(zip(rates / rates.sum(), checkpoints, strict=True)):
-        torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
-        adam = state["m"].to(model.device), state["v"].to(model.device)
-        direction = upper_direction(model, theta, upper, member, work / f"upper_{i}.safetensors",
-                                    micro_batch)
-        scores += weight * lower_cosines(model, theta, lower, direction, adam,
-                                         work / f"lower_{i}.safetensors", micro_batch)
+    shares = group_shares(groups)
+    states = [load_file(file) for file in files]
+    rates = torch.cat([state["lr"] for state in states])
+    scores = torch.zeros(len(rows[0]), len(shares), dtype=torch.float64)
+    for weight, state, file in zip(rates / rates.sum(), states, files, strict=True):
+        kept = file.with_name(file.name.replace("warmup", "cosines"))
+        if not kept.exists():
+            cosines = cosines_at(model, theta, rows, shares, state, micro_batch)
+            utils.write_atomic(kept, save({"cosines": cosines}))
+        scores += weight * load_file(kept)["cosines"]
     return scores.max(dim=1).values
 
 
-def open_work(args, model, levels, groups):
-    """The folder of what a killed run goes on from; `UserError` when it is another run's."""
-    settings = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
-                "lora_alpha", "dtype", "four_bit")
-    config = {"args": {name: getattr(args, name) for name in settings},
-              "data": {"model": folder.fingerprint(
-                           dict(model.named_buffers()) | model.state_dict()),
-                       "lower rows": sets.rows_hash(levels.lower),
-                       "upper rows": sets.rows_hash(levels.upper),
-                       "upper groups": utils.content_hash(*groups)}}
-    work = Path(args.work or f"{args.out}.less")
-    try:
-        return folder.open_run(work, config, resume=True)
-    except UserError as error:
-        raise UserError(f"{error}; or name another --work" + (
-            f", or remove {work}" if "cannot resume" in str(error) else "")) from None
-
-
-def run_less(args, levels):
+def run_less(args, base, levels):
     """Scores of the lower rows, (N,) float64, from the first step or where a killed run stopped."""
     groups = ["all"] * len(levels.upper)
     if args.upper_groups:
@@ -223,14 +231,24 @@ def run_less(args, levels):
             raise UserError("--upper-groups: the upper rows have no column kind; name it with "
                             "--upper-columns kind=...")
         groups = levels.upper["kind"][:]
+    data = {
+        "model": folder.fingerprint(dict(base.named_buffers()) | base.state_dict()),
+        "lower rows": sets.rows_hash(levels.lower),
+        "upper rows": sets.rows_hash(levels.upper),
+        "upper groups": utils.content_hash(*groups),
+    }
+    config = {"args": {name: getattr(args, name) for name in SETTINGS}, "data": data}
+    work = folder.open_run(Path(f"{args.out}.less"), config, resume=True)
     folder.seed_everything(args.seed)
-    base = models.load_model(args.model, processes.pick_device(args.device), args.dtype,
-                              args.four_bit)
-    work = open_work(args, base, levels, groups)
-    model = models.add_lora(base, args.lora_rank, args.lora_alpha,
-                             checkpointing=args.gradient_checkpointing)
-    theta = [p for p in model.parameters() if p.requires_grad]
-    lower, upper = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
-    files = warm_up(model, theta, lower, work, fraction=args.warmup_fraction, epochs=args.epochs,
-                    batch=args.batch, micro_batch=args.micro_batch, lr=args.lr, seed=args.seed)
-    return less_scores(model, theta, lower, upper, groups, files, work, args.micro_batch)
+    model = models.add_lora(
+        base,
+        args.lora_rank,
+        args.lora_alpha,
+        checkpointing=args.gradient_checkpointing,
+    )
+    theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
+    settings = WarmUp(
+        args.warmup_fraction, args.epochs, args.batch, args.micro_batch, args.lr, args.seed)
+    files = warm_up(model, theta, rows[0], work, settings)
+    return less_scores(model, theta, rows, groups, files, args.micro_batch)

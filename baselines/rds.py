@@ -13,7 +13,7 @@ which it is asked for. Both as the authors' code does it (hamishivi/automated-in
 import torch
 
 import batches
-from logprobs import packed_forward
+from logprobs import pack, packed_forward
 
 UPPER_AT_ONCE = 64  # their cosines with every lower row are in memory together
 
@@ -23,16 +23,13 @@ def representations(model, rows, label=None):
     """Unit vectors r / |r| of the rows, (n, hidden size) float32 on the CPU."""
     vectors = []
     for group in batches.token_groups(batches.tokens_only(rows), range(len(rows)), label):
-        batch = batches.pack(group, model.device)
-        vectors.append(pooled(packed_forward(model.base_model, batch), batch))
+        batch = pack(group, model.device)
+        hidden = packed_forward(model.base_model, batch).float()
+        weighted = hidden * (batch["position_ids"][0] + 1)[:, None]
+        lengths = batch["cu_seqlens"].diff().tolist()
+        sums = torch.stack([row.sum(dim=0) for row in weighted.split(lengths)])
+        vectors.append(torch.nn.functional.normalize(sums).cpu())
     return torch.cat(vectors)
-
-
-def pooled(hidden, batch):
-    """Unit vectors of the rows of a packed batch, (B, d) float32 on the CPU, of hidden (T, d)."""
-    weighted = hidden.float() * (batch["position_ids"][0] + 1)[:, None]
-    sums = [part.sum(dim=0) for part in weighted.split(batch["cu_seqlens"].diff().tolist())]
-    return torch.nn.functional.normalize(torch.stack(sums)).cpu()
 
 
 def first_turns(lower, upper):
@@ -45,18 +42,24 @@ def first_turns(lower, upper):
     nearest = torch.full((len(lower),), -1.0)
     for start in range(0, len(upper), UPPER_AT_ONCE):
         cosines = upper[start:start + UPPER_AT_ONCE] @ lower.T
-        places = cosines.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        number = start + torch.arange(len(cosines))[:, None]
-        turns = turns.minimum((places * len(upper) + number).min(dim=0).values)
+        order = cosines.argsort(dim=1, descending=True, stable=True)
+        places = order.argsort(dim=1)
+        number = start + torch.arange(len(cosines))
+        asked = places * len(upper) + number[:, None]
+        turns = turns.minimum(asked.min(dim=0).values)
         nearest = nearest.maximum(cosines.max(dim=0).values)
     return turns, nearest
 
 
 def rds_scores(model, lower, upper):
-    """(scores (N,) float64, higher is better; the largest cosine (N,) float64).
+    """{"score", "cosine": (N,) float64} of the lower rows.
 
-    The score is minus the first turn, counted from 1; NaN where a hidden state is not finite.
+    The score is minus the first turn, counted from 1; NaN where a hidden state is not finite. The
+    cosine is the largest one.
     """
-    turns, nearest = first_turns(*(representations(model, rows, f"rds: {name} rows")
-                                   for name, rows in (("lower", lower), ("upper", upper))))
-    return torch.where(nearest.isfinite(), -1.0 - turns.double(), torch.nan), nearest.double()
+    turns, nearest = first_turns(
+        representations(model, lower, "rds: lower rows"),
+        representations(model, upper, "rds: upper rows"),
+    )
+    scores = torch.where(nearest.isfinite(), -1.0 - turns.double(), torch.nan)
+    return {"score": scores, "cosine": nearest.double()}

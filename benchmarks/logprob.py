@@ -1,20 +1,23 @@
 """Head and log-probs: time, memory and error against the obvious way and other libraries.
 
 Compared with log_softmax over full logits; with torch's `linear_cross_entropy` (2.13); on CUDA with
-liger-kernel, QuACK and cut-cross-entropy where they are installed. The floor is two matrix products
+liger-kernel and QuACK where they are installed. The floor is two matrix products
 of the same sizes (one without a gradient) in float32 (CUDA: bf16) in the same rounds.
 
 The head is frozen, as under LoRA: no variant makes its gradient but Liger's CuTe kernel, which has
 no switch for it and so runs three products.
+
+A variant is a function of hidden (T, d), head (V, d) and targets (T,). It returns log p (T,), or
+the sum of them where a library has no gradient of single tokens.
 """
 
-import contextlib
-import importlib.util
+import functools
 
 import torch
 
 import logprobs
 from benchmarks.measure import (
+    installed,
     mebibytes,
     milliseconds,
     peak_memory,
@@ -22,11 +25,13 @@ from benchmarks.measure import (
     shown,
     spread,
     store_and_print,
+    this_device,
     time_variants,
 )
-from runtime import processes
 
 CHECKED = 64  # rows compared with float64; more float64 logits would not fit
+CUDA_SIZES = (16384, 4096, 128256)  # T, d, V of the published comparisons
+CPU_SIZES = (512, 256, 32000)
 
 
 class Problem:
@@ -35,217 +40,231 @@ class Problem:
     bf16 on CUDA, float32 elsewhere. `logps` and `gradient`: of the first CHECKED rows.
     """
 
-    def __init__(self, length, width, vocabulary, device):
+    def __init__(self, sizes, device):
+        length, width, vocabulary = sizes
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
-        self.device, self.dtype = device, dtype
-        self.hidden = torch.randn(length, width, device=device).to(dtype).requires_grad_()
-        self.head = (torch.randn(vocabulary, width, device=device) / width**0.5).to(dtype)
+        hidden = torch.randn(length, width, device=device).to(dtype)
+        head = torch.randn(vocabulary, width, device=device) / width**0.5
+        self.hidden = hidden.requires_grad_()
+        self.head = head.to(dtype)
         self.targets = torch.randint(0, vocabulary, (length,), device=device)
-        self.part = slice(0, min(length, CHECKED))
-        exact = self.hidden[self.part].detach().double().requires_grad_()
-        logps = logprobs.token_logprobs_reference(exact, self.head.double(),
-                                                  self.targets[self.part])
+        self.inputs = (self.hidden, self.head, self.targets)
+
+        exact = hidden[:CHECKED].detach().double().requires_grad_()
+        logps = logprobs.token_logprobs_reference(
+            exact, self.head.double(), self.targets[:CHECKED])
         logps.sum().backward()
         self.logps, self.gradient = logps.detach(), exact.grad
 
     def gradient_error(self):
         """Of `hidden.grad` against float64: the norm of the difference over the norm."""
-        found = self.hidden.grad[self.part].double()
-        return ((found - self.gradient).norm() / self.gradient.norm()).item()
+        difference = self.hidden.grad[:CHECKED].double() - self.gradient
+        return (difference.norm() / self.gradient.norm()).item()
 
     def logps_error(self, logps):
         """Of log-probs (T,) against float64: the largest difference in nats."""
-        return (logps[self.part].double() - self.logps).abs().max().item()
+        difference = logps[:CHECKED].double() - self.logps
+        return difference.abs().max().item()
 
 
-def own_kernels(hidden):
-    """The kernels of logprobs.py that run here; Triton's interpreter only where asked for."""
-    found = ["torch"]
-    with contextlib.suppress(ValueError):
-        found.append(logprobs._pick("triton", hidden))
-    return found
+# --- the variants ---------------------------------------------------------------------------------
+
+def kernels(hidden):
+    """The kernels of logprobs.py that run here, the fastest last; Triton's interpreter is one."""
+    row = hidden[:1].detach()
+    try:
+        logprobs.token_logprobs(row, row, row.new_zeros(1).long(), "triton")
+    except ValueError:
+        return ["torch"]
+    return ["torch", "triton"]
 
 
-def installed(name):
-    return importlib.util.find_spec(name) is not None
+def torch_fused(hidden, head, targets, **options):
+    loss = torch.nn.functional.linear_cross_entropy
+    return -loss(hidden, head, targets, reduction="none", **options)
 
 
-def peers(device):
-    """Names of the other libraries for "cuda" or "cpu": (those that are here, those that lack)."""
-    here = ["torch"] if hasattr(torch.nn.functional, "linear_cross_entropy") else []
-    names = ["torch"]
-    if device == "cuda":  # cutlass is what QuACK and Liger's CuTe kernels are written in
-        names += ["cut_cross_entropy", "liger_kernel", "cutlass", "quack"]
-        here += filter(installed, names[1:])
-    return here, [name for name in names if name not in here]
+def torch_chunked(hidden, head, targets):
+    options = torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions()
+    return torch_fused(hidden, head, targets, options=options)
+
+
+# The others import their kernels when first called, so one that breaks is a failed variant.
+
+def liger(hidden, head, targets):
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, targets)
+
+
+def liger_cute(hidden, head, targets):
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as kernel
+
+    return -kernel.liger_fused_linear_cross_entropy_sm90(hidden, head, targets, reduction="sum")
+
+
+def liger_cute_scores(hidden, head, targets):
+    from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90 as kernel
+
+    return -kernel.fused_scaled_cross_entropy_forward(hidden, head, targets)[0]
+
+
+def quack(hidden, head, targets):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return -chunked_linear_cross_entropy(hidden, head, targets, reduction="sum")
+
+
+PEERS = {  # cutlass is what Liger's CuTe kernels are written in
+    "liger-kernel (sum only)": (liger, "liger_kernel"),
+    "liger-kernel, CuTe (sum only, three products)": (liger_cute, "liger_kernel", "cutlass"),
+    "QuACK (sum only)": (quack, "quack"),
+}
+SCORING_PEERS = {
+    "no gradient, liger-kernel, CuTe": (liger_cute_scores, "liger_kernel", "cutlass"),
+    "no gradient, QuACK (sum only)": (quack, "quack"),
+}
+
+
+def usable(peers):
+    """{name: function} of the peers whose packages are installed."""
+    return {
+        name: function for name, (function, *packages) in peers.items()
+        if all(map(installed, packages))
+    }
 
 
 def gradient_variants(problem, peers=True):
-    """{name: callable} that each leave d sum(log p) / d hidden in `hidden.grad`."""
-    hidden, head, targets = problem.hidden, problem.head, problem.targets
-
-    def call(logps_of):
-        def step(_):
-            hidden.grad = None
-            logps_of().sum().backward()
-        return step
-
-    variants = {f"here, {kernel}": call(lambda kernel=kernel: logprobs.token_logprobs(
-        hidden, head, targets, kernel=kernel)) for kernel in own_kernels(hidden)}
-    variants["full logits"] = call(
-        lambda: logprobs.token_logprobs(hidden, head, targets, kernel="reference"))
-    if not peers:
-        return variants
-    fused = getattr(torch.nn.functional, "linear_cross_entropy", None)
-    if fused is not None:
-        options = torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions()
-        variants["torch linear_cross_entropy"] = call(
-            lambda: -fused(hidden, head, targets, reduction="none"))
-        variants["torch linear_cross_entropy, chunked"] = call(
-            lambda: -fused(hidden, head, targets, reduction="none", options=options))
-    if hidden.is_cuda:
-        variants |= {name: call(lambda loss=loss: -loss(hidden, head, targets))
-                     for name, loss in peer_losses().items()}
+    """{name: function} of the variants whose gradient with respect to `hidden` is measured."""
+    variants = {}
+    for kernel in kernels(problem.hidden):
+        variants[f"here, {kernel}"] = functools.partial(logprobs.token_logprobs, kernel=kernel)
+    variants["full logits"] = functools.partial(logprobs.token_logprobs, kernel="reference")
+    if peers and hasattr(torch.nn.functional, "linear_cross_entropy"):
+        variants["torch linear_cross_entropy"] = torch_fused
+        variants["torch linear_cross_entropy, chunked"] = torch_chunked
+    if peers and problem.hidden.is_cuda:
+        variants |= usable(PEERS)
     return variants
-
-
-def peer_losses():
-    """{name: loss(hidden, head, targets)} of the libraries that are installed, for CUDA.
-
-    The sum where a library has no gradient of single tokens. Each imports its kernels when first
-    called, so one that breaks on import is a failed variant and no more.
-    """
-    found = {}
-    if installed("cut_cross_entropy"):
-        def cut(hidden, head, targets):
-            from cut_cross_entropy import linear_cross_entropy
-
-            return linear_cross_entropy(hidden, head, targets, reduction="none")
-        found["cut-cross-entropy"] = cut
-    if installed("liger_kernel"):
-        def liger(hidden, head, targets):
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            return LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, targets)
-        found["liger-kernel (sum only)"] = liger
-    if installed("liger_kernel") and installed("cutlass"):
-        def liger_cute(hidden, head, targets):
-            from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90
-
-            return fused_linear_cross_entropy_sm90.liger_fused_linear_cross_entropy_sm90(
-                hidden, head, targets, reduction="sum")
-        found["liger-kernel, CuTe (sum only, three products)"] = liger_cute
-    if installed("quack"):
-        def quack(hidden, head, targets):
-            from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-            return chunked_linear_cross_entropy(hidden, head, targets, reduction="sum")
-        found["QuACK (sum only)"] = quack
-    return found
 
 
 def scoring_variants(problem, peers=True):
-    """{name: callable} without a gradient; each returns log-probs (T,), or their sum."""
-    hidden, head, targets = problem.hidden, problem.head, problem.targets
-    best = own_kernels(hidden)[-1]
-
-    def call(logps_of):
-        return torch.no_grad()(lambda _: logps_of())
-
-    variants = {"no gradient": call(lambda: logprobs.token_logprobs(hidden, head, targets,
-                                                                    kernel=best))}
-    if not peers or not hidden.is_cuda:
-        return variants
-    if installed("liger_kernel") and installed("cutlass"):
-        def liger_cute():
-            from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90
-
-            return -fused_scaled_cross_entropy_sm90.fused_scaled_cross_entropy_forward(
-                hidden, head, targets)[0]
-        variants["no gradient, liger-kernel, CuTe"] = call(liger_cute)
-    losses = peer_losses()
-    for name in ("cut-cross-entropy", "QuACK (sum only)"):
-        if name in losses:
-            variants[f"no gradient, {name}"] = call(
-                lambda loss=losses[name]: -loss(hidden, head, targets))
+    """{name: function} of the variants that are measured without a gradient."""
+    best = kernels(problem.hidden)[-1]
+    variants = {"no gradient": functools.partial(logprobs.token_logprobs, kernel=best)}
+    if peers and problem.hidden.is_cuda:
+        variants |= usable(SCORING_PEERS)
     return variants
 
 
-def floors(problem):
-    """The bare products: with a gradient two, without one; in the chunks that logprobs.py takes."""
+def floor_variants(problem):
+    """The bare products, in the chunks that logprobs.py takes; callables of the round."""
     hidden, head = problem.hidden.detach(), problem.head
-    (length, width), vocabulary = hidden.shape, len(head)
-    chunk = min(length, logprobs._chunk_rows(length, vocabulary, problem.device))
-    logits = torch.empty(chunk, vocabulary, dtype=problem.dtype, device=problem.device)
-    out = torch.empty(length, width, dtype=problem.dtype, device=problem.device)
+    length, vocabulary = len(hidden), len(head)
+    chunk = min(length, logprobs._chunk_rows(length, vocabulary, hidden.device))
+    logits = hidden.new_empty(chunk, vocabulary)
+    out = torch.empty_like(hidden)
 
     def products(backward):
         for start in range(0, length, chunk):
-            rows = slice(start, min(start + chunk, length))
-            here = torch.mm(hidden[rows], head.T, out=logits[:rows.stop - start])
+            rows = hidden[start:start + chunk]
+            product = torch.mm(rows, head.T, out=logits[:len(rows)])
             if backward:
-                torch.mm(here, head, out=out[rows])
+                torch.mm(product, head, out=out[start:start + chunk])
 
-    return {"floor: two products": lambda _: products(True),
-            "floor: one product": lambda _: products(False)}
+    return {
+        "floor: two products": lambda _: products(True),
+        "floor: one product": lambda _: products(False),
+    }
 
 
-def first_calls(problem, variants, scoring):
-    """{name: {"peak_bytes", errors}}; a variant that fails is recorded and leaves `variants`.
+# --- measured -------------------------------------------------------------------------------------
 
-    No memory, or a peer without a kernel for this machine or these sizes.
+def train_call(problem, function):
+    """A callable of the round that leaves d sum(log p) / d hidden in `hidden.grad`."""
+    def call(_):
+        problem.hidden.grad = None
+        function(*problem.inputs).sum().backward()
+
+    return call
+
+
+def score_call(problem, function):
+    """A callable of the round that returns log p (T,), or its sum, without a gradient."""
+    return torch.no_grad()(lambda _: function(*problem.inputs))
+
+
+def first_head_call(problem, call, scores):
+    """{"peak_bytes", errors} of a variant's first call, or {"failed"}.
+
+    There may be no memory, or a peer has no kernel for this machine or these sizes.
     """
-    results = {}
-    for name, call in list(variants.items()):
-        made, problem.hidden.grad = [], None
-        try:
-            peak = peak_memory(lambda call=call, made=made: made.append(call(0)), problem.device)
-        except Exception as error:  # a peer raises anything
-            results[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-            del variants[name]
-            continue
-        results[name] = {"peak_bytes": peak}
-        if name not in scoring:
-            results[name]["gradient_error"] = problem.gradient_error()
-        elif made[0].ndim:
-            results[name]["logps_error"] = problem.logps_error(made[0])
-    return results
+    returned = []
+    problem.hidden.grad = None
+    try:
+        peak = peak_memory(lambda: returned.append(call(0)), problem.hidden.device)
+    except Exception as error:  # a peer raises anything
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"failed": line[:200]}
+    if not scores:
+        return {"peak_bytes": peak, "gradient_error": problem.gradient_error()}
+    if returned[0].ndim == 0:  # a sum of all rows cannot be compared with the checked ones
+        return {"peak_bytes": peak}
+    return {"peak_bytes": peak, "logps_error": problem.logps_error(returned[0])}
 
 
-def compare_heads(sizes, device, rounds, peers=True):
+def compare_heads(sizes, rounds, peers=True):
     """{variant: times, ratios, errors, peak memory} at sizes (T, d, V)."""
-    problem = Problem(*sizes, device)
+    problem = Problem(sizes, this_device())
     scoring = scoring_variants(problem, peers)
-    variants = gradient_variants(problem, peers) | scoring
-    results = first_calls(problem, variants, scoring)
-    variants |= floors(problem)
-    seconds = time_variants(variants, rounds, device, "logprob")
-    for name in variants:
-        floor = name if name.startswith("floor") else (
-            f"floor: {'one product' if name in scoring else 'two products'}")
-        results.setdefault(name, {}).update({
-            "seconds": spread(seconds[name]), "floor": floor,
-            "ratio_to_floor": ratio(seconds[name], seconds[floor]),
-            "ratio_to_full_logits": ratio(seconds["full logits"], seconds[name])
-            if "full logits" in seconds else None})
+    calls = {}
+    for name, function in gradient_variants(problem, peers).items():
+        calls[name] = train_call(problem, function)
+    for name, function in scoring.items():
+        calls[name] = score_call(problem, function)
+    results = {}
+    for name, call in calls.items():
+        results[name] = first_head_call(problem, call, name in scoring)
+
+    timed = {name: call for name, call in calls.items() if "failed" not in results[name]}
+    timed |= floor_variants(problem)
+    seconds = time_variants(timed, rounds, "logprob")
+    for name in timed:
+        floor = "floor: two products"
+        if name in scoring or name == "floor: one product":
+            floor = "floor: one product"
+        entry = results.setdefault(name, {})
+        entry["seconds"] = spread(seconds[name])
+        entry["floor"] = floor
+        entry["ratio_to_floor"] = ratio(seconds[name], seconds[floor])
     return results
 
 
-def bench_logprob(args):
-    device = processes.pick_device(args.device)
-    sizes = args.sizes or ((16384, 4096, 128256) if device.type == "cuda" else (512, 256, 32000))
-    results = compare_heads(sizes, device, args.rounds)
+def head_table(results):
+    """(header, rows) of what `compare_heads` returns."""
+    header = ["variant", "ms (min-max)", "of the floor", "peak MiB", "gradient error"]
     rows = []
     for name, entry in results.items():
         if "failed" in entry:
             rows.append([name, "failed: " + entry["failed"][:40], None, None, None])
             continue
         error = entry.get("gradient_error")
-        rows.append([name, milliseconds(entry["seconds"]), shown(entry["ratio_to_floor"]),
-                     mebibytes(entry.get("peak_bytes")), error and f"{error:.1e}"])
-    length, width, vocabulary = sizes
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    store_and_print(args, device, {"T": length, "d": width, "V": vocabulary, "dtype": dtype,
-                          "rounds": args.rounds}, results,
-           ["variant", "ms (min-max)", "of the floor", "peak MiB", "gradient error"], rows)
+        rows.append([
+            name,
+            milliseconds(entry["seconds"]),
+            shown(entry["ratio_to_floor"]),
+            mebibytes(entry.get("peak_bytes")),
+            None if error is None else f"{error:.1e}",
+        ])
+    return header, rows
+
+
+def bench_logprob(args):
+    device = this_device()
+    sizes = args.sizes or (CUDA_SIZES if device.type == "cuda" else CPU_SIZES)
+    results = compare_heads(sizes, args.rounds)
+    settings = dict(zip("TdV", sizes, strict=True))
+    settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+    settings["rounds"] = args.rounds
+    store_and_print(args, settings, results, *head_table(results))

@@ -6,7 +6,9 @@ largest; a ratio is the median of the rounds' own ratios.
 """
 
 import contextlib
+import ctypes
 import gc
+import importlib.util
 import re
 import statistics
 import time
@@ -19,27 +21,42 @@ from paper.results import cpu_name, save_results
 from utils import table
 
 
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def this_device():
+    """CUDA where there is one, else the CPU; CUDA_VISIBLE_DEVICES chooses."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def time_variants(variants, rounds, device, label):
+def installed(package):
+    return importlib.util.find_spec(package) is not None
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+def clock():
+    """Seconds, once all work on the GPU has ended."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def time_variants(variants, rounds, label):
     """Seconds of every variant in every round, {name: [seconds]}; a first, untimed call each.
 
-    variants: {name: callable of the round's number}.
+    variants: {name: callable of the round's number}. label: of the progress bar.
     """
-    names, seconds = list(variants), {name: [] for name in variants}
-    with tqdm(total=(rounds + 1) * len(names), desc=label, unit="call", delay=2,
-              leave=False) as bar:
+    names = list(variants)
+    seconds = {name: [] for name in names}
+    calls = (rounds + 1) * len(names)
+    with tqdm(total=calls, desc=label, unit="call", delay=2, leave=False) as bar:
         for turn in range(-1, rounds):
-            for name in names[max(turn, 0) % len(names):] + names[:max(turn, 0) % len(names)]:
-                synchronize(device)
-                started = time.perf_counter()
-                variants[name](max(turn, 0))
-                synchronize(device)
+            number = max(turn, 0)
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                started = clock()
+                variants[name](number)
+                ended = clock()
                 if turn >= 0:
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].append(ended - started)
                 bar.update()
     return seconds
 
@@ -50,17 +67,25 @@ def spread(values):
 
 
 def ratio(a, b):
-    """Spread of the rounds' ratios a / b, of two lists of seconds."""
+    """Spread of the rounds' own ratios a / b, of two lists with a number a round."""
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
-def memory(key):
-    """A line of /proc/self/status in bytes (VmRSS, VmHWM, RssAnon); None where there is none."""
-    try:
-        found = re.search(key + r":\s+(\d+) kB", Path("/proc/self/status").read_text())
-    except OSError:
-        return None
-    return found and 1024 * int(found[1])
+def product_rate(device, dtype):
+    """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    seconds = time_variants({"mm": lambda _: a @ b}, 5, "product rate")["mm"]
+    return 2 * size**3 / statistics.median(seconds)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+def process_memory(key):
+    """A line of Linux's /proc/self/status in bytes: VmRSS, or VmHWM."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(key + r":\s+(\d+) kB", status)[1])
 
 
 def peak_memory(call, device):
@@ -71,26 +96,19 @@ def peak_memory(call, device):
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    with contextlib.suppress(OSError, AttributeError):  # freed memory back to the system, first
-        import ctypes
-
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back to the system first
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
     except OSError:
+        call()
         return None
-    before = memory("VmRSS")
+    before = process_memory("VmRSS")
     call()
-    return memory("VmHWM") - before
+    return process_memory("VmHWM") - before
 
 
-def product_rate(device, dtype):
-    """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    seconds = time_variants({"mm": lambda _: a @ b}, 5, device, "product rate")["mm"]
-    return 2 * size**3 / spread(seconds)["median"]
-
+# --- the result -----------------------------------------------------------------------------------
 
 def hardware(device):
     """What ran: the GPU, or the CPU with the threads that torch uses."""
@@ -99,27 +117,33 @@ def hardware(device):
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def store_and_print(args, device, settings, results, header, rows):
+def store_and_print(args, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
-    print(f"{args.benchmark} on {hardware(device)}, torch {torch.__version__}, "
-          + ", ".join(f"{key} {value}" for key, value in settings.items()))
+    machine = hardware(this_device())
+    words = [f"{key} {value}" for key, value in settings.items()]
+    print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
     print(table(header, rows))
     if args.json:
-        save_results(Path(args.json), "python -m benchmarks " + args.words, results,
-                     hardware=hardware(device), benchmark=args.benchmark, settings=settings)
+        save_results(
+            Path(args.json),
+            f"python -m benchmarks {args.words}",
+            results,
+            hardware=machine,
+            benchmark=args.benchmark,
+            settings=settings,
+        )
 
 
-def milliseconds(found):
+def milliseconds(figure):
     """"median (min-max)" of a `spread` of seconds."""
-    return f"{1e3 * found['median']:.1f} ({1e3 * found['min']:.1f}-{1e3 * found['max']:.1f})"
+    return "{median:.1f} ({min:.1f}-{max:.1f})".format(
+        **{key: 1e3 * value for key, value in figure.items()})
 
 
-def shown(found):
+def shown(figure):
     """"median (min-max)" of a `spread`."""
-    return f"{found['median']:.2f} ({found['min']:.2f}-{found['max']:.2f})"
+    return "{median:.2f} ({min:.2f}-{max:.2f})".format(**figure)
 
 
 def mebibytes(size):
     return None if size is None else f"{size / 2**20:.0f}"
-
-

@@ -3,32 +3,65 @@
 import math
 import random
 import tempfile
+from dataclasses import dataclass
 
 import torch
 
 import batches
 import logprobs
 import models
+from benchmarks.measure import this_device
 from data import tokens
-from runtime.precision import pick_dtype
 from toy import corpus
 from utils import UserError
 
 SHAPES = {  # architectures by name, with random weights
     "pythia-1b": ("gpt_neox", {
-        "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 8, "max_position_embeddings": 2048}),
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+    }),
     "llama3-8b": ("llama", {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 8192}),
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    }),
     "tiny": ("llama", {
-        "vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 2048}),
-    "tiny-neox": ("gpt_neox", {
-        "vocab_size": 640, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "max_position_embeddings": 2048}),
+        "vocab_size": 640,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }),
 }
+
+
+@dataclass(frozen=True)
+class Work:
+    """How much of a shape is measured; the defaults are the paper's, and rows like Alpaca's."""
+
+    batch: int = 32            # rows of each level a step
+    micro_batch: int = 8       # rows of each level a forward
+    lower_tokens: int = 160    # mean length of a noisy row
+    upper_tokens: int = 400    # mean length of a trusted row
+    answers: int = 256         # at a time
+    new_tokens: int = 512      # an answer
+
+
+TINY_WORK = Work(
+    batch=2, micro_batch=2, lower_tokens=16, upper_tokens=20, answers=2, new_tokens=2)
+
+
+def work_of(shape):
+    """The `Work` of one of SHAPES: the tiny one only shows that everything runs."""
+    return TINY_WORK if shape == "tiny" else Work()
 
 
 def shape_config(name):
@@ -39,14 +72,17 @@ def shape_config(name):
     return AutoConfig.for_model(kind, **options)
 
 
-def shaped_model(config, device, dtype):
+def shaped_model(config, device):
     """A causal LM with random weights and packed attention, made on the device."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype,
-                                                 attn_implementation=logprobs.ATTENTION)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=models.pick_dtype("auto", device, config),
+            attn_implementation=logprobs.ATTENTION,
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -63,8 +99,13 @@ def to_four_bit(model):
             if type(layer) is not torch.nn.Linear or layer is head:
                 continue
             small = bitsandbytes.nn.Linear4bit(
-                layer.in_features, layer.out_features, bias=layer.bias is not None,
-                compute_dtype=layer.weight.dtype, quant_type="nf4", device="meta")
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                compute_dtype=layer.weight.dtype,
+                quant_type="nf4",
+                device="meta",
+            )
             small.weight = bitsandbytes.nn.Params4bit(
                 layer.weight.data, requires_grad=False, quant_type="nf4", module=small)
             small.bias = layer.bias
@@ -77,68 +118,71 @@ def to_four_bit(model):
 
 def random_rows(count, mean, vocabulary, seed):
     """Rows of log-normal length (sigma 0.6, 16 to 2,048 tokens), the second half a response."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
-        length = min(2048, max(16, round(mean * rng.lognormvariate(-0.18, 0.6))))
-        rows.append({"input_ids": [rng.randrange(vocabulary) for _ in range(length)],
-                     "trained": [0] * (length // 2) + [1] * (length - length // 2)})
+        length = round(mean * rng.lognormvariate(-0.18, 0.6))
+        length = min(2048, max(16, length))
+        prompt = length // 2
+        rows.append({
+            "input_ids": [rng.randrange(vocabulary) for _ in range(length)],
+            "trained": [0] * prompt + [1] * (length - prompt),
+        })
     return rows
 
 
-def load_shape(name, device, count, lower_tokens, upper_tokens, checkpointing=False,
-               four_bit=False, dtype="auto"):
-    """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level.
-
-    lower_tokens, upper_tokens: mean lengths. dtype: as in `models.load_model`.
-    """
-    config = shape_config(name)
-    lower, upper = (random_rows(count, mean, config.vocab_size, seed)
-                    for seed, mean in enumerate((lower_tokens, upper_tokens)))
-    base = shaped_model(config, device, pick_dtype(dtype, device, config))
+def load_shape(name, count, checkpointing=False, four_bit=False):
+    """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level."""
+    config, work = shape_config(name), work_of(name)
+    lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
+    upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
+    base = shaped_model(config, this_device())
     if four_bit:
         base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_files(args, device, count, dtype):
+def load_files(args, count):
     """The same from --lower, --upper and --model; none of them: the toy.
 
     --vocabulary: random weights of the model's shape with so many tokens in the head.
     """
-    source, vocabulary = args.model or str(corpus.MODEL), args.vocabulary
-    lower, upper = args.lower, args.upper
+    device = this_device()
+    source = args.model or str(corpus.MODEL)
     tokenizer, config = models.load_tokenizer(source), models.load_config(source)
+    levels = []
     with tempfile.TemporaryDirectory() as folder:
-        if lower is None:
-            made = corpus.write(folder)
-            lower, upper = made["lower"], made["upper"]
-        length = min(getattr(args, "max_length", 2048), config.max_position_embeddings)
-        levels = [[dict(row) for row in batches.tokens_only(tokens.load_rows(
-            str(file), tokenizer, name=name, limit=count, max_length=length, cache_dir=folder)[0])]
-            for name, file in (("lower", lower), ("upper", upper))]
-    if vocabulary:
-        if vocabulary < config.vocab_size:
-            raise UserError(f"--vocabulary {vocabulary}: the tokenizer writes tokens up to "
-                            f"{config.vocab_size}")
-        config.vocab_size = vocabulary
-        base = shaped_model(config, device, pick_dtype(dtype, device, config))
+        files = {"lower": args.lower, "upper": args.upper}
+        if args.lower is None:
+            files = corpus.write(folder)
+        for name in ("lower", "upper"):
+            rows, _ = tokens.load_rows(
+                str(files[name]),
+                tokenizer,
+                name=name,
+                limit=count,
+                max_length=min(2048, config.max_position_embeddings),
+                cache_dir=folder,
+            )
+            rows = [dict(row) for row in batches.tokens_only(rows)]
+            copies = math.ceil(count / len(rows))
+            levels.append((rows * copies)[:count])
+    if args.vocabulary:
+        config.vocab_size = args.vocabulary
+        base = shaped_model(config, device)
     else:
-        base = models.load_model(source, device, dtype)
-    lower, upper = ((rows * math.ceil(count / len(rows)))[:count] for rows in levels)
-    return models.add_lora(base, checkpointing=args.gradient_checkpointing), lower, upper
+        base = models.load_model(source, device)
+    return models.add_lora(base, checkpointing=args.gradient_checkpointing), *levels
 
 
-def load(args, device, count):
+def load(args, count):
     """(model with LoRA, lower rows, upper rows) of a benchmark's command line."""
-    dtype = getattr(args, "dtype", "auto")
     if args.model in SHAPES:
-        if given := [name for name in ("lower", "upper", "vocabulary")
-                     if getattr(args, name, None) is not None]:
-            raise UserError(f"--{given[0]}: {args.model} has random weights and rows and reads no "
-                            "other; name a model's folder")
-        return load_shape(args.model, device, count, args.lower_tokens, args.upper_tokens,
-                          args.gradient_checkpointing, dtype=dtype)
+        if args.lower or args.upper or args.vocabulary:
+            raise UserError(f"--model {args.model} has random weights and rows and reads no other; "
+                            "name a model's folder")
+        return load_shape(args.model, count, args.gradient_checkpointing)
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
         raise UserError("--lower, --upper and --model belong together; or give --model one of "
                         + ", ".join(SHAPES) + ", or none of them for the embedded toy")
-    return load_files(args, device, count, dtype)
+    return load_files(args, count)

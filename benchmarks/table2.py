@@ -4,95 +4,134 @@ import math
 
 import batches
 import generate
-from benchmarks.measure import spread, store_and_print, time_variants
-from benchmarks.shapes import SHAPES, load_shape
-from benchmarks.step import step_variants
-from runtime import processes
-from utils import UserError
+from benchmarks.measure import clock, store_and_print, this_device
+from benchmarks.shapes import load_shape, work_of
+from benchmarks.step import BDS_NEXT, SFT, Steps, compare_steps, online_name
 
 PUBLISHED_HOURS = {  # H100 96 GB, Pythia-1b and Llama-3-8b (the paper's runtime table)
-    "mixing": (0.24, 10.53), "DSIR": (0.27, 11.23), "BDS": (0.31, 11.75), "LESS": (0.84, 28.75),
-    "online R=5% G=1": (0.43, 13.28), "online R=10% G=1": (0.47, 13.78),
-    "online R=10% G=5": (0.86, 30.46)}
-PUBLISHED_RUN = {"batch": 32, "epochs": 3, "k_gen": 500, "max_new_tokens": 512}
+    "mixing": (0.24, 10.53),
+    "DSIR": (0.27, 11.23),
+    "BDS": (0.31, 11.75),
+    "LESS": (0.84, 28.75),
+    "online R=5% G=1": (0.43, 13.28),
+    "online R=10% G=1": (0.47, 13.78),
+    "online R=10% G=5": (0.86, 30.46),
+}
 PUBLISHED_ROWS = {"pythia-1b": 9600, "llama3-8b": 56000}
-MEASURED = {"mixing": "plain SFT", "BDS": "BDS, loss at theta^{k+1}",
-            "online": "online, R=10%, G=1"}  # by their names in step.py
+EPOCHS, K_GEN = 3, 500
 ASSUMED = ("extrapolated: seconds of a measured step x steps of three epochs, plus the answers "
            "of every refresh at the measured tokens a second, rows of the assumed mean lengths; "
            "evaluation and loading are left out")
 
 
-def hours_of(step, seconds_per_answer, num_rows, lower_share):
-    """{method: hours} of the published run over `num_rows` rows.
+def answer_speed(model, rows, work, static_cache):
+    """Seconds and tokens/s of answers of full length to the rows' prompts, all at a time.
 
-    step: seconds of a step by the keys of MEASURED. lower_share: of a step's tokens, those of the
-    lower level.
+    Random weights hardly ever draw the one token that ends an answer.
     """
-    steps = math.ceil(num_rows / PUBLISHED_RUN["batch"]) * PUBLISHED_RUN["epochs"]
-    refreshes = math.ceil(steps / PUBLISHED_RUN["k_gen"])
-    window = min(num_rows, PUBLISHED_RUN["k_gen"] * PUBLISHED_RUN["batch"])  # what will be read
-    hours = {name: step[name] * steps / 3600 for name in ("mixing", "BDS")}
+    prompts = [batches.prompt_of(row) for row in rows]
+    end = model.get_input_embeddings().num_embeddings - 1
+
+    def answers(new_tokens):
+        return generate.generate(
+            model,
+            prompts,
+            [str(i) for i in range(len(prompts))],
+            max_new_tokens=new_tokens,
+            temperature=0.8,
+            end_ids=[end],
+            batch_size=len(prompts),
+            static_cache=static_cache,
+        )
+
+    # A first, untimed call: a compiled step needs one of the same size, a plain one a short one.
+    answers(work.new_tokens if static_cache else 2)
+    started = clock()
+    written = answers(work.new_tokens)
+    seconds = clock() - started
+    tokens = sum(len(answer) for answer, _ in written)
+    return {
+        "seconds": seconds,
+        "answers": len(written),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "seconds_per_answer": seconds / len(written),
+    }
+
+
+def hours_of(shape, steps, seconds_per_answer):
+    """{method: hours} of the published run; for a tiny shape, of a run of one batch.
+
+    steps: what `compare_steps` returns.
+    """
+    work = work_of(shape)
+    seconds = {
+        name: entry["seconds"]["median"] for name, entry in steps.items() if "seconds" in entry
+    }
+    num_rows = PUBLISHED_ROWS.get(shape, work.batch)
+    num_steps = math.ceil(num_rows / work.batch) * EPOCHS
+    refreshes = math.ceil(num_steps / K_GEN)
+    window = min(num_rows, K_GEN * work.batch)  # the rows that are read until the next refresh
+    lower_share = work.lower_tokens / (work.lower_tokens + work.upper_tokens)
+    hours = {
+        "mixing": seconds[SFT] * num_steps / 3600,
+        "BDS": seconds[BDS_NEXT] * num_steps / 3600,
+    }
     for share, group in ((0.05, 1), (0.1, 1), (0.1, 5)):
         # G answers to a masked row: G - 1 more rows in that share of the lower level.
-        training = step["online"] * (1 + (group - 1) * share * lower_share) * steps
+        longer = 1 + (group - 1) * share * lower_share
+        training = seconds[online_name(1)] * longer * num_steps
         answering = refreshes * window * share * group * seconds_per_answer
-        hours[f"online R={round(100 * share)}% G={group}"] = (training + answering) / 3600
+        hours[f"online R={share:.0%} G={group}"] = (training + answering) / 3600
     return hours
 
 
-def extrapolate(args, device, shape):
-    """{method: hours} for one of SHAPES."""
-    batch = PUBLISHED_RUN["batch"]
-    count = batch * args.rounds
-    model, lower, upper = load_shape(shape, device, count, args.lower_tokens, args.upper_tokens,
-                                     args.gradient_checkpointing)
-    rounds = [list(range(i, i + batch)) for i in range(0, count, batch)]
-    variants = step_variants(model, lower, upper, rounds, args.micro_batch)
-    seconds = time_variants({key: variants[name] for key, name in MEASURED.items()}, args.rounds,
-                            device, f"steps, {shape}")
-    answering = time_variants({"answers": lambda _: generate.generate(
-        model, [batches.prompt_of(row) for row in lower], [str(i) for i in range(count)],
-        max_new_tokens=args.max_new_tokens, temperature=0.8, end_ids=[0],
-        batch_size=args.generation_batch)}, 1, device, f"answers, {shape}")["answers"][0]
-    return hours_of({key: spread(values)["median"] for key, values in seconds.items()},
-                    answering / count, PUBLISHED_ROWS.get(shape, count),
-                    args.lower_tokens / (args.lower_tokens + args.upper_tokens))
+def extrapolate(shape, rounds):
+    """{method: hours} for one of SHAPES, from steps and answers measured here and now."""
+    work = work_of(shape)
+    model, lower, upper = load_shape(shape, work.batch * rounds)
+    steps = compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch))
+    rows = (lower * work.answers)[:work.answers]
+    speed = answer_speed(model, rows, work, static_cache=False)
+    return hours_of(shape, steps, speed["seconds_per_answer"])
 
 
 def beside_published(measured):
-    """(results, table rows): the published hours, those of {shape: {method: hours}} and ratios."""
-    results, rows = {}, []
+    """{method: published hours, those of {shape: {method: hours}}} by shape."""
+    results = {}
     for name, published in PUBLISHED_HOURS.items():
-        hours = dict(zip(PUBLISHED_ROWS, published, strict=True))
+        here = {shape: hours.get(name) for shape, hours in measured.items()}
         results[name] = {
-            "published_hours": hours,
-            "extrapolated_hours": {shape: found.get(name) for shape, found in measured.items()},
-            "published_over_here": {shape: hours[shape] / found[name]
-                                    for shape, found in measured.items()
-                                    if shape in hours and name in found}}
-        here = [measured.get(shape, {}).get(name) for shape in hours]
-        rows.append([name] + [cell for shape, found in zip(hours, here, strict=True) for cell in
-                              (hours[shape], "not measured" if found is None else round(found, 2))])
-    return results, rows
+            "published_hours": dict(zip(PUBLISHED_ROWS, published, strict=True)),
+            "extrapolated_hours": here,
+        }
+    return results
+
+
+def hours_table(results):
+    """(header, rows) of what `beside_published` returns: the shapes measured, else all."""
+    shapes = list(results["BDS"]["extrapolated_hours"]) or list(PUBLISHED_ROWS)
+    header = ["hours"]
+    for shape in shapes:
+        header += [f"{shape}, published", "here"]
+    rows = []
+    for name, entry in results.items():
+        row = [name]
+        for shape in shapes:
+            here = entry["extrapolated_hours"].get(shape)
+            row.append(entry["published_hours"].get(shape))
+            row.append("not measured" if here is None else f"{here:.2g}")
+        rows.append(row)
+    return header, rows
 
 
 def bench_table2(args):
-    if args.model and args.model not in SHAPES:
-        raise UserError(f"--model {args.model}: table2 knows " + ", ".join(SHAPES))
-    device = processes.pick_device(args.device)
-    measured = {}
-    if device.type == "cuda" or args.model:
-        measured = {shape: extrapolate(args, device, shape)
-                    for shape in ([args.model] if args.model else PUBLISHED_ROWS)}
-    else:
-        print("no CUDA device: the published hours stand alone; a CPU's step says nothing about "
-              "them")
-    results, rows = beside_published(measured)
-    store_and_print(args, device, {
-        "lower tokens a row": args.lower_tokens, "upper tokens a row": args.upper_tokens,
-        **PUBLISHED_RUN, "max_new_tokens": args.max_new_tokens}, results,
-           ["hours", "Pythia-1b, published", "extrapolated here", "Llama-8b, published",
-            "extrapolated here"], rows)
-    if measured:
-        print(ASSUMED)
+    shapes = []  # without a GPU the published hours stand alone: a CPU says nothing about them
+    if args.model is not None:
+        shapes = [args.model]
+    elif this_device().type == "cuda":
+        shapes = list(PUBLISHED_ROWS)
+    results = beside_published({shape: extrapolate(shape, args.rounds) for shape in shapes})
+    settings = {"epochs": EPOCHS, "K_gen": K_GEN, "rounds": args.rounds}
+    store_and_print(args, settings, results, *hours_table(results))
+    print(ASSUMED)

@@ -21,39 +21,51 @@ LAYOUTS = {  # the first whose columns are all there wins
     "prompt/response": ("prompt", "response"),
     "prompt/completion": ("prompt", "completion"),
 }
-COLUMNS = sorted({column for needed in LAYOUTS.values() for column in needed}
-                 | {"input", "system", "bad", "kind"})
+NAMES = (
+    "bad", "chosen", "completion", "conversations", "input", "instruction", "kind", "messages",
+    "output", "prompt", "question", "rejected", "response", "system",
+)
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns beside a conversation
-ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
-         "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
-         "bot": "assistant", "function_call": "assistant", "tool_call": "assistant",
-         "tool": "tool", "function": "tool", "tool_response": "tool", "observation": "tool"}
-VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
 CALLS = ("tool_calls", "function_call", "tool_call", "tool_use")  # keys, roles and types of parts
-KEYS = {"role", "from", "content", "value", "weight", *CALLS}  # of a message, that are read
+TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
+KEYS = {"role", "from", "content", "value", "weight", *CALLS}  # the keys of a message that are read
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+}
+VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
 
+
+# --- columns --------------------------------------------------------------------------------------
 
 def parse_columns(columns):
     """`"prompt=question,response=answer"` or a dict -> a dict from our name to the source's."""
-    if not columns:
-        return {}
-    flags = "--lower-columns or --upper-columns"
-    if isinstance(columns, dict):
-        pairs = list(columns.items())
-    else:
-        pairs = [tuple(map(str.strip, pair.split("=", 1))) for pair in columns.split(",")]
-        if not all(len(pair) == 2 and all(pair) for pair in pairs):
-            raise UserError(f"{flags} {columns}: write name=column pairs separated by commas, such "
-                            "as prompt=question,response=answer")
-    for names in zip(*pairs, strict=True):
-        if doubled := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{flags}: {doubled[0]!r} stands there twice on one side of the =; "
-                            "every column has one meaning")
-    columns = dict(pairs)
-    unknown = [ours for ours in columns if ours not in COLUMNS]
-    if unknown:
-        raise UserError(f"{flags}: unknown name {unknown[0]!r}; known: " + ", ".join(COLUMNS))
-    return columns
+    if not columns or isinstance(columns, dict):
+        return columns or {}
+    names = {}
+    for pair in columns.split(","):
+        ours, _, theirs = pair.partition("=")
+        ours = ours.strip()
+        if ours not in NAMES or ours in names or not theirs.strip():
+            raise UserError(
+                f"--lower-columns or --upper-columns {columns}: {pair!r} is no name=column pair, "
+                f"such as prompt=question; the names are {', '.join(NAMES)}, each once"
+            )
+        names[ours] = theirs.strip()
+    return names
 
 
 def find_layout(columns, place, given=None):
@@ -61,34 +73,57 @@ def find_layout(columns, place, given=None):
     for layout, needed in LAYOUTS.items():
         if all(column in columns for column in needed):
             return layout
-    known = "; ".join(f"{layout} ({', '.join(needed)})" for layout, needed in LAYOUTS.items())
-    raise UserError(f"{place}: unknown layout with the columns "
-                    f"{', '.join(map(repr, given or columns))}. Known: {known}. Name every column "
-                    "that is needed with --lower-columns or --upper-columns, for example "
-                    "--lower-columns prompt=question,response=answer")
+    raise UserError(
+        f"{place}: unknown layout with the columns {', '.join(map(repr, given or columns))}. "
+        f"Known: {'; '.join(LAYOUTS)}. Name every column that is needed with --lower-columns or "
+        "--upper-columns, for example --lower-columns prompt=question,response=answer"
+    )
 
 
-def unread(given, layout, columns):
-    """Those of these names that this layout does not read; columns: of `parse_columns`."""
-    read = {"system", "bad", "kind", *["input"] * (layout == "alpaca")} - columns.keys()
-    read |= {*LAYOUTS[layout], *MEDIA, *columns.values()}
-    return sorted(f"{name!a:.40}" for name in given - read)
+def unread_columns(names, layout, columns):
+    """Those of the source's column names that this layout does not read.
+
+    columns: those of `parse_columns`.
+    """
+    read = {*LAYOUTS[layout], *MEDIA, *columns.values()}
+    optional = {"system", "bad", "kind"}
+    if layout == "alpaca":
+        optional.add("input")
+    read |= optional - columns.keys()
+    return sorted(f"{name!a:.40}" for name in names - read)
 
 
 def unread_keys(row, layout):
     """Keys that hold something in a row's messages and are not read, such as reasoning."""
-    return {f"{key} of messages" for column in LAYOUTS[layout] if isinstance(row.get(column), list)
-            for message in row[column] if isinstance(message, dict)
-            for key in message.keys() - KEYS if message[key] not in (None, "", [])}
+    unread = set()
+    for column in LAYOUTS[layout]:
+        messages = row.get(column)
+        if not isinstance(messages, list):
+            continue
+        for message in messages:
+            if not isinstance(message, dict):
+                continue
+            for key in message.keys() - KEYS:
+                if message[key] not in (None, "", []):
+                    unread.add(f"{key} of messages")
+    return unread
 
+
+# --- a row ----------------------------------------------------------------------------------------
 
 def row_messages(row, layout, side, place):
     """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
-    An empty system turn, as exports of chats have it, is none."""
-    turns = [turn for turn in _turns(row, layout, side, place) if turn["role"] != "system"
-             or VISIBLE.search(turn["content"]) or "lost" in turn]
-    if not any(turn["role"] == "system" for turn in turns) and VISIBLE.search(
-            system := text_of(row.get("system") or "", f'{place}: "system"')):
+
+    An empty system turn, as exports of chats have it, is left out.
+    """
+    turns = []
+    for turn in _turns(row, layout, side, place):
+        if turn["role"] != "system" or "lost" in turn or VISIBLE.search(turn["content"]):
+            turns.append(turn)
+    if any(turn["role"] == "system" for turn in turns):
+        return turns
+    system = text_of(row.get("system") or "", f'{place}: "system"')
+    if VISIBLE.search(system):
         turns.insert(0, {"role": "system", "content": system})
     return turns
 
@@ -103,32 +138,35 @@ def _turns(row, layout, side, place):
         return text_of(get(column), f'{place}: "{column}"')
 
     if layout == "alpaca":
-        prompt, extra = text("instruction"), text("input") if "input" in row else ""
-        return _exchange(prompt + "\n" + extra if extra.strip() else prompt, text("output"))
-    extra = row.get("input")
-    if isinstance(extra, str) and VISIBLE.search(extra):
-        raise UserError(f'{place}: "input" has text that would not be read; name the columns '
-                        "instruction=...,input=input,output=... with --lower-columns or "
-                        "--upper-columns, or remove it")
+        prompt = text("instruction")
+        if text_of(row.get("input"), f'{place}: "input"').strip():
+            prompt += "\n" + text("input")
+        return _exchange(prompt, text("output"))
+    if isinstance(row.get("input"), str) and VISIBLE.search(row["input"]):
+        raise UserError(
+            f'{place}: "input" has text that would not be read; name the columns '
+            "instruction=...,input=input,output=... with --lower-columns or --upper-columns, or "
+            "remove it"
+        )
     if layout in ("messages", "conversations"):
         return _messages(get(layout), f'{place}: "{layout}"')
     if layout == "openorca":
         return _exchange(text("question"), text("response"))
     if layout == "chosen/rejected dialogues":
-        if isinstance(get(side), str):
-            return _dialogue(text(side), f'{place}: "{side}"')
-        return _messages(get(side), f'{place}: "{side}"')
-
-    answer = {"prompt/response": "response", "prompt/completion": "completion"}.get(layout, side)
-    prompt, reply = get("prompt"), get(answer)
-    if isinstance(reply, list):
+        read = _dialogue if isinstance(get(side), str) else _messages
+        return read(get(side), f'{place}: "{side}"')
+    answer = layout.removeprefix("prompt/")  # "response" or "completion"
+    if layout == "prompt/chosen/rejected":
+        answer = side
+    reply = get(answer)
+    if not isinstance(reply, list):
+        reply = [{"role": "assistant", "content": text(answer)}]
+    else:
         reply = _messages(reply, f'{place}: "{answer}"')
         if reply and reply[0]["role"] != "assistant":  # the whole dialogue, its prompt included
             return reply
-    else:
-        reply = [{"role": "assistant", "content": text(answer)}]
-    if isinstance(prompt, list):
-        return _messages(prompt, f'{place}: "prompt"') + reply
+    if isinstance(get("prompt"), list):
+        return _messages(get("prompt"), f'{place}: "prompt"') + reply
     prompt = text("prompt")
     if reply and re.match(r"\s*Human:", prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
         reply[0]["content"] = reply[0]["content"].strip()
@@ -146,38 +184,53 @@ def text_of(value, place):
         return ""
     if not isinstance(value, str):
         raise UserError(f"{place} must be text, not {type(value).__name__} ({str(value)[:40]})")
+    if value.isascii():
+        return value
     # Half a surrogate pair is legal in JSON and fatal to tokenizers and Arrow.
-    return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    return value.encode("utf-8", "replace").decode()
 
 
 def _messages(value, place):
     if not isinstance(value, list):
         raise UserError(f"{place} must be a list of messages, not {type(value).__name__}")
-    messages = []
-    for number, message in enumerate(value):
-        here = f"{place} message {number}"
-        if not isinstance(message, dict):
-            raise UserError(f"{here} must be an object, not {type(message).__name__}")
-        role = str(message.get("role") or message.get("from")).lower()
-        if role not in ROLES:
-            raise UserError(f"{here} has the role {role!r}; known: {', '.join(ROLES)}")
-        content = message.get("value" if message.get("content") is None else "content")
-        kinds = set()
-        if isinstance(content, list):  # parts; only text can be trained on
-            kinds = {str(part.get("type") or ("text" if "text" in part else "other"))
-                     for part in content if isinstance(part, dict)}
-            content = "".join(text_of(part.get("text") if isinstance(part, dict) else part, here)
-                              for part in content)
-        messages.append({"role": ROLES[role], "content": text_of(content, f"{here}: content")})
-        if (weight := message.get("weight")) not in (None, 0, 1):
-            raise UserError(f"{here} has the weight {weight!r}; it must be 0 or 1")
-        if weight == 0:
-            messages[-1]["weight"] = 0
-        if role in CALLS or not kinds.isdisjoint(CALLS) or any(message.get(key) for key in CALLS):
-            messages[-1]["lost"] = "tool_call"
-        elif not kinds <= {"text", "input_text", "output_text"}:
-            messages[-1]["lost"] = "image_or_other_part"
-    return messages
+    return [_message(item, f"{place} message {number}") for number, item in enumerate(value)]
+
+
+def _message(item, place):
+    if not isinstance(item, dict):
+        raise UserError(f"{place} must be an object, not {type(item).__name__}")
+    role = str(item.get("role") or item.get("from")).lower()
+    if role not in ROLES:
+        raise UserError(f"{place} has the role {role!r}; known: {', '.join(ROLES)}")
+    content = item.get("content")
+    if content is None:
+        content = item.get("value")
+    kinds = set()
+    if isinstance(content, list):
+        content, kinds = _join_parts(content, place)
+    message = {"role": ROLES[role], "content": text_of(content, f"{place}: content")}
+    weight = item.get("weight")
+    if weight not in (None, 0, 1):
+        raise UserError(f"{place} has the weight {weight!r}; it must be 0 or 1")
+    if weight == 0:
+        message["weight"] = 0
+    if role in CALLS or kinds.intersection(CALLS) or any(item.get(key) for key in CALLS):
+        message["lost"] = "tool_call"
+    elif not kinds.issubset(TEXTS):
+        message["lost"] = "image_or_other_part"
+    return message
+
+
+def _join_parts(content, place):
+    """(text, types) of a content in parts, of which only text can be trained on."""
+    texts = []
+    kinds = set()
+    for item in content:
+        if isinstance(item, dict):
+            kinds.add(str(item.get("type") or ("text" if "text" in item else "other")))
+            item = item.get("text")
+        texts.append(text_of(item, place))
+    return "".join(texts), kinds
 
 
 def _dialogue(text, place):
@@ -185,9 +238,13 @@ def _dialogue(text, place):
     before, *turns = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
     if before.strip() or not turns:
         raise UserError(f'{place} is not a dialogue that starts with "\\n\\nHuman: "')
-    return [{"role": ROLES[{"Human": "user"}.get(who, "assistant")], "content": words.strip()}
-            for who, words in zip(turns[::2], turns[1::2], strict=True)]
+    messages = []
+    for who, words in zip(turns[::2], turns[1::2], strict=True):
+        messages.append({"role": ROLES[who.lower()], "content": words.strip()})
+    return messages
 
+
+# --- messages -------------------------------------------------------------------------------------
 
 def clean_messages(messages, end_markers):
     """Messages up to the last answer to train on, roles alternating, end markers cut; or [].
@@ -196,33 +253,50 @@ def clean_messages(messages, end_markers):
     something to train on, and chat templates refuse them. Repeated roles are joined.
     """
     cleaned = []
+    asked = False
     for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "assistant" and not any(m["role"] == "user" for m in cleaned):
-            continue
-        if role == "assistant":
-            while (bare := content.rstrip()).endswith(end_markers):
-                marker = next(m for m in end_markers if bare.endswith(m))
-                content = bare.removesuffix(marker).rstrip()
-        if cleaned and cleaned[-1]["role"] == role:
-            joined = cleaned[-1] | message | {"content": cleaned[-1]["content"] + "\n" + content}
-            if role == "assistant" and ("weight" in cleaned[-1]) != ("weight" in message):
-                joined = {"role": role, "content": joined["content"], "lost": "mixed_weights"}
-            cleaned[-1] = joined
+        asked = asked or message["role"] == "user"
+        if message["role"] == "assistant":
+            if not asked:
+                continue
+            message = message | {"content": _cut_end(message["content"], end_markers)}
+        if cleaned and cleaned[-1]["role"] == message["role"]:
+            cleaned[-1] = _joined(cleaned[-1], message)
         else:
-            cleaned.append(message | {"content": content})
+            cleaned.append(message)
     while cleaned and (cleaned[-1]["role"] != "assistant" or "weight" in cleaned[-1]):
         cleaned.pop()
     return cleaned
+
+
+def _cut_end(content, end_markers):
+    """An answer without the end markers at its very end."""
+    while True:
+        bare = content.rstrip()
+        marker = next((marker for marker in end_markers if bare.endswith(marker)), None)
+        if marker is None:
+            return content
+        content = bare.removesuffix(marker).rstrip()
+
+
+def _joined(first, second):
+    """Two turns of one role as one."""
+    content = first["content"] + "\n" + second["content"]
+    if first["role"] == "assistant" and ("weight" in first) != ("weight" in second):
+        return {"role": "assistant", "content": content, "lost": "mixed_weights"}
+    return first | second | {"content": content}
 
 
 def why_unusable(messages, row):
     """Why cleaned messages hold nothing to train on; None when they do. row: all its columns."""
     if not messages:
         return "no_assistant_turn"
-    lost = [message["lost"] for message in messages if "lost" in message]
-    if lost or any(row.get(column) for column in MEDIA):
-        return max(["image_or_other_part", *lost])  # tool_call before mixed_weights before it
+    lost = {message["lost"] for message in messages if "lost" in message}
+    if any(row.get(column) for column in MEDIA):
+        lost.add("image_or_other_part")
+    for reason in ("tool_call", "mixed_weights", "image_or_other_part"):
+        if reason in lost:
+            return reason
     if not VISIBLE.search(messages[-1]["content"]):
         return "empty_response"
     if not any(VISIBLE.search(message["content"]) for message in messages[:-1]):
@@ -234,7 +308,7 @@ def transcript(messages):
     """Messages as a person reads them: the text alone when there is only one."""
     if len(messages) == 1:
         return messages[0]["content"]
-    return "\n".join(f"{m['role'].capitalize()}: {m['content']}" for m in messages)
+    return "\n".join(f"{turn['role'].capitalize()}: {turn['content']}" for turn in messages)
 
 
 def conversation(row, answer=None):
@@ -242,4 +316,6 @@ def conversation(row, answer=None):
     messages = row.get("messages") or _exchange(row["prompt"], row["response"])
     if isinstance(messages, str):
         messages = json.loads(messages)
-    return messages if answer is None else [*messages[:-1], messages[-1] | {"content": answer}]
+    if answer is None:
+        return messages
+    return [*messages[:-1], messages[-1] | {"content": answer}]

@@ -1,183 +1,241 @@
-"""The four sets of rows of a run, checked against each other; pairs; parts of a set.
+"""The four sets of rows of a run, kept apart from each other; pairs; parts of a set.
 
 Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out ones of each kind.
 """
 
 import hashlib
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pyarrow.compute
 import torch
 
-from batches import TOKEN_COLUMNS, each_row, permutation
-from data.tokens import load_rows
+from data.tokens import TOKEN_COLUMNS, load_rows
 from runtime.processes import first_goes_first
-from toy import corpus
 from utils import UserError, content_hash
+
+LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 
 
 def load_levels(args, tokenizer, context_length):
-    """Lower, upper and held-out rows, checked against each other.
+    """Lower, upper and held-out rows; a prompt that is held out is on no training level.
 
-    args: those of options.add_data_arguments, with `toy` and `seed`. Returns a namespace: lower,
-    upper (None for sft without one), upper_heldout, lower_heldout (None without a source): data
-    sets of tokenised rows; reports: {name: report of tokens.load_rows}.
+    args: those of options.add_data_arguments, and `seed`. Returns a namespace: lower, upper (None
+    for sft without one), upper_heldout, lower_heldout (None without a source): data sets of
+    tokenised rows; reports: {name: report of tokens.load_rows}. Without a source of held-out upper
+    rows, a tenth of the upper rows is held out, at most 500.
     """
-    try:
-        Path(args.cache_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--cache-dir {args.cache_dir}: the folder cannot be made "
-                        f"({error.strerror})") from None
+    levels = dict.fromkeys(LEVELS)
+    reports = {}
     with first_goes_first():
-        sources = toy_sources(args) if args.toy else {name: getattr(args, name) for name in (
-            "lower", "upper", "upper_heldout", "lower_heldout")}
-        levels, reports = dict.fromkeys(sources), {}
-        for name, source in sources.items():
+        for name in LEVELS:
+            source = getattr(args, name)
             if source is None:
                 continue
-            level = name.split("_")[0]  # held-out rows are read the way their level is
+            level = name.removesuffix("_heldout")  # held-out rows are read the way their level is
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
-                source, tokenizer, name=name, max_length=args.max_length, turns=args.turns,
-                columns=getattr(args, f"{level}_columns"), template=args.template, seed=args.seed,
-                limit=getattr(args, f"{name}_limit", None), cache_dir=args.cache_dir)
+                source,
+                tokenizer,
+                name=name,
+                columns=getattr(args, f"{level}_columns"),
+                template=args.template,
+                turns=args.turns,
+                max_length=args.max_length,
+                limit=getattr(args, f"{name}_limit", None),
+                seed=args.seed,
+                cache_dir=args.cache_dir,
+            )
             check_lengths(levels[name], context_length, name)
-        if levels["upper"] is not None and levels["upper_heldout"] is None:
-            levels["upper"], levels["upper_heldout"] = split_held_out(
-                levels["upper"], max(1, min(500, len(levels["upper"]) // 10)), args.seed)
-        check_overlap(levels, args.allow_overlap)
+    upper = levels["upper"]
+    if upper is not None and levels["upper_heldout"] is None:
+        count = max(1, min(500, len(upper) // 10))
+        levels["upper"], levels["upper_heldout"] = split_held_out(upper, count, args.seed)
+    drop_held_out(levels, reports)
+    if levels["upper"] is not None:
+        shared = prompt_overlap(levels["lower"], levels["upper"])
+        print(f"prompts of lower rows that upper rows have too: {len(shared)}")
     return SimpleNamespace(**levels, reports=reports)
 
 
-def toy_sources(args):
-    """The embedded toy's four files, written into the cache; pairs as its upper level under DPO."""
-    for name in ("upper_heldout", "lower_heldout"):
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: the embedded toy has its own held-out "
-                            "rows; name --lower, --upper and --model, too")
-    upper = "pairs" if args.upper_loss == "dpo" else "right"
-    paths = corpus.write(Path(args.cache_dir) / "toy" / f"{args.seed}-{upper}", seed=args.seed,
-                         upper=upper)
-    return {"lower": paths["lower"], "upper": paths["upper"], "upper_heldout": paths["heldout"],
-            "lower_heldout": paths["lower_heldout"]}
+def drop_held_out(levels, reports):
+    """Take rows whose prompt is held out from the training levels, in place.
 
-
-def check_overlap(levels, allow_overlap):
-    """Report shared prompts; refuse them between training and held-out rows."""
-    present = {name: rows for name, rows in levels.items() if rows is not None}
-    if "upper" in present:
-        shared = prompt_overlap(present["lower"], present["upper"])
-        print(f"prompts of lower rows that upper rows have too: {len(shared)}")
+    Their losses would flatter the run. A report's "dropped" gains their row_ids as
+    "held_out_prompt".
+    """
     for train in ("lower", "upper"):
         for held_out in ("upper_heldout", "lower_heldout"):
-            if train not in present or held_out not in present:
+            if levels[train] is None or levels[held_out] is None:
                 continue
-            shared = prompt_overlap(present[train], present[held_out])
-            if shared and not allow_overlap:
-                raise UserError(f"{len(shared)} {train} rows have prompts that are held out in "
-                                f"{held_out} (first row_id {shared[0]}): their losses would "
-                                "flatter the run; remove them or pass --allow-overlap")
-            if shared:
-                print(f"warning: {len(shared)} {train} rows share prompts with {held_out}")
+            shared = prompt_overlap(levels[train], levels[held_out])
+            if not shared:
+                continue
+            reports[train]["dropped"].setdefault("held_out_prompt", []).extend(shared)
+            row_ids = levels[train]["row_id"]
+            gone = set(shared)
+            kept = [place for place, row_id in enumerate(row_ids) if row_id not in gone]
+            if not kept:
+                raise UserError(f"{train}: every row has a prompt that is held out in {held_out}")
+            levels[train] = levels[train].select(kept)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+@dataclass
+class Side:
+    """One response of a pair: its row's place, its question, its answer as text and as tokens."""
+
+    place: int
+    prompt: str
+    answers: set
 
 
 def load_pairs(source, tokenizer, **options):
     """Preference pairs: `load_rows` of the chosen side, with the rejected side's token columns.
 
-    A pair needs both sides, of one question; one whose sides are equal says nothing. The others
-    are dropped: the report gains "unpaired", "two questions" and "equal", lists of row_ids.
+    A pair needs both sides, of one question; one whose sides are equal says nothing. Pairs of
+    other kinds are dropped: the report gains "unpaired", "two questions" and "equal", lists of
+    row_ids.
     """
     import datasets
 
     chosen, report = load_rows(source, tokenizer, side="chosen", **options)
-    rejected, other_report = load_rows(source, tokenizer, side="rejected", **options)
-    if report["layout"] not in ("prompt/chosen/rejected", "chosen/rejected dialogues"):
-        raise UserError(f"{source}: preference pairs need chosen and rejected columns; this is "
-                        f"the {report['layout']} layout")
-    own, other = ({row_id: (place, asked, {content_hash(answer), content_hash(str(tokens))})
-                   for place, (row_id, asked, answer, tokens) in enumerate(each_row(
-                       rows, "row_id", "prompt_hash", "response", "input_ids"))}
-                  for rows in (chosen, rejected))
+    rejected, rejected_report = load_rows(source, tokenizer, side="rejected", **options)
+    if "chosen" not in report["layout"]:
+        raise UserError(
+            f"{source}: preference pairs need chosen and rejected columns; this is the "
+            f"{report['layout']} layout"
+        )
+    partners = _sides(rejected)
     dropped = {"unpaired": [], "two questions": [], "equal": []}
-    for row_id, (_, asked, answer) in own.items():
-        if row_id not in other:
+    places = []
+    partner_places = []
+    for row_id, side in _sides(chosen).items():
+        partner = partners.get(row_id)
+        if partner is None:
             dropped["unpaired"].append(row_id)
-        elif other[row_id][1] != asked:
+        elif partner.prompt != side.prompt:
             dropped["two questions"].append(row_id)
-        elif other[row_id][2] & answer:  # as texts, or as what --max-length leaves of them
+        elif partner.answers & side.answers:  # as texts, or as what --max-length leaves of them
             dropped["equal"].append(row_id)
-    keep = sorted(own.keys() - {row_id for left in dropped.values() for row_id in left})
-    if not keep:
+        else:
+            places.append(side.place)
+            partner_places.append(partner.place)
+    if not places:
         raise UserError(f"{source}: no pair with two different responses is left")
-    rejected = rejected.select([other[row_id][0] for row_id in keep]).select_columns(
-        ["input_ids", "trained"]).rename_columns(
+    rejected = rejected.select(partner_places).select_columns(["input_ids", "trained"])
+    rejected = rejected.rename_columns(
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
-    chosen = chosen.select([own[row_id][0] for row_id in keep])
-    return datasets.concatenate_datasets([chosen, rejected], axis=1), report | {
-        "layout": "pairs", "truncated": report["truncated"] + other_report["truncated"],
-        "dropped": report["dropped"] | dropped}
+    report["layout"] = "pairs"
+    report["truncated"] += rejected_report["truncated"]
+    report["dropped"] |= dropped
+    return datasets.concatenate_datasets([chosen.select(places), rejected], axis=1), report
+
+
+def _sides(rows):
+    """{row_id: Side} of one side's rows."""
+    sides = {}
+    columns = ("row_id", "prompt_hash", "response", "input_ids")
+    for place, (row_id, prompt, answer, tokens) in enumerate(each_row(rows, *columns)):
+        answers = {content_hash(answer), content_hash(str(tokens))}
+        sides[row_id] = Side(place, prompt, answers)
+    return sides
+
+
+# --- parts of a set -------------------------------------------------------------------------------
+
+def each_row(rows, *columns):
+    """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
+    for batch in rows.select_columns([*columns]).iter(batch_size=10_000):
+        yield from zip(*(batch[name] for name in columns), strict=True)
 
 
 def split_held_out(rows, count, seed):
-    """(train, held_out): `count` rows that training never sees, fewer where prompts repeat. Rows
-    of one prompt stay together, so no prompt is on both sides."""
+    """(train, held_out): `count` rows that training never sees, fewer where prompts repeat.
+
+    Rows of one prompt stay together, so no prompt is on both sides.
+    """
     groups = {}
-    for position, (prompt,) in enumerate(each_row(rows, "prompt_hash")):
-        groups.setdefault(prompt, []).append(position)
-    groups, held = list(groups.values()), []
-    for group in (groups[number] for number in permutation(len(groups), seed, 0, 2).tolist()):
-        if len(held) + len(group) <= count:
-            held += group
+    for place, (prompt,) in enumerate(each_row(rows, "prompt_hash")):
+        groups.setdefault(prompt, []).append(place)
+    groups = list(groups.values())
+    # A generator of its own, that of `batches.permutation` with stream 2.
+    generator = torch.Generator().manual_seed(int(content_hash(str(seed), "0", "2"), 16) >> 1)
+    held = set()
+    for number in torch.randperm(len(groups), generator=generator).tolist():
+        if len(held) + len(groups[number]) <= count:
+            held.update(groups[number])
     if not held or len(held) == len(rows):
-        raise UserError(f"cannot hold out {count} of {len(rows)} rows ({len(groups)} different "
-                        "prompts) and still have rows on both sides; choose another number or "
-                        "pass a separate held-out source")
-    chosen = set(held)
-    return (rows.select([p for p in range(len(rows)) if p not in chosen]),
-            rows.select(sorted(held)))
+        raise UserError(
+            f"cannot hold out {count} of {len(rows)} rows ({len(groups)} different prompts) and "
+            "still have rows on both sides; pass a separate held-out source"
+        )
+    train = [place for place in range(len(rows)) if place not in held]
+    return rows.select(train), rows.select(sorted(held))
 
 
 def first_places(prompts):
     """{prompt: place of its first row}; of a few thousand trusted rows."""
-    return {prompt: place for place, prompt in reversed([*enumerate(prompts)])}
+    places = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(prompt, place)
+    return places
 
 
 def prompt_overlap(a, b):
-    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`. In Arrow's own memory:
-    ten million rows as Python objects would take a gigabyte and minutes."""
-    def parts(rows, columns):
-        return rows.select_columns(columns).with_format("arrow").iter(batch_size=500_000)
+    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`.
 
-    other = pyarrow.chunked_array([chunk for part in parts(b, ["prompt_hash"])
-                                   for chunk in part["prompt_hash"].chunks], pyarrow.string())
-    return [row_id for part in parts(a, ["row_id", "prompt_hash"]) for row_id in part.filter(
-        pyarrow.compute.is_in(part["prompt_hash"], value_set=other))["row_id"].to_pylist()]
+    In Arrow's own memory: ten million rows as Python objects would take a gigabyte and minutes.
+    """
+    chunks = []
+    for table in _tables(b, ["prompt_hash"]):
+        chunks += table["prompt_hash"].chunks
+    prompts = pyarrow.chunked_array(chunks, pyarrow.string())
+    shared = []
+    for table in _tables(a, ["row_id", "prompt_hash"]):
+        same = table.filter(pyarrow.compute.is_in(table["prompt_hash"], value_set=prompts))
+        shared += same["row_id"].to_pylist()
+    return shared
 
+
+def _tables(rows, columns):
+    """These columns of the rows as Arrow tables, part by part."""
+    return rows.select_columns(columns).with_format("arrow").iter(batch_size=10_000)
+
+
+# --- reports and checks ---------------------------------------------------------------------------
 
 def left_out(report):
     """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
+    facts = []
     dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
-    sided = "chosen" in (report.get("layout") or "")  # pairs, of which one side is read
-    told = [f"dropped {dropped}"] * bool(dropped) + [
-        "rejected answers not read (--upper-loss dpo reads the upper ones)"] * sided + [
-        f"{report[key]} {what}" for key, what in (
-            ("truncated", "responses cut"), ("bad", "labelled bad"),
-            ("unlabelled", "without a label count as good")) if report.get(key)]
-    if unread := report.get("unread"):
-        more = f" and {len(unread) - 9} more" * (len(unread) > 9)
-        told.append("not read: " + ", ".join(unread[:9]) + more)
-    return "".join(f", {part}" for part in told)
+    if dropped:
+        facts.append(f"dropped {dropped}")
+    if "chosen" in (report.get("layout") or ""):  # pairs, of which one side is read
+        facts.append("rejected answers not read (--upper-loss dpo reads the upper ones)")
+    for key, words in (
+        ("truncated", "responses cut"),
+        ("bad", "labelled bad"),
+        ("unlabelled", "without a label count as good"),
+    ):
+        if report.get(key):
+            facts.append(f"{report[key]} {words}")
+    unread = report.get("unread") or []
+    if unread:
+        more = f" and {len(unread) - 9} more" if len(unread) > 9 else ""
+        facts.append("not read: " + ", ".join(unread[:9]) + more)
+    return "".join(f", {fact}" for fact in facts)
 
 
 def sequence_lengths(rows):
     """Tokens of every sequence, (1, n) int64, of pairs (2, n); no token list becomes Python's."""
     names = [name for name in rows.column_names if name.endswith("input_ids")]
-    parts = [torch.zeros(len(names), 0, dtype=torch.int64)]
-    for table in rows.select_columns(names).with_format("arrow").iter(batch_size=10_000):
-        counts = [pyarrow.compute.list_value_length(table[name]).to_numpy() for name in names]
-        parts.append(torch.stack([torch.from_numpy(c.astype("int64")) for c in counts]))
-    return torch.cat(parts, dim=1)
+    lengths = [torch.zeros(len(names), 0, dtype=torch.int64)]
+    for table in _tables(rows, names):
+        counts = [pyarrow.compute.list_value_length(table[name]).to_pylist() for name in names]
+        lengths.append(torch.tensor(counts))
+    return torch.cat(lengths, dim=1)
 
 
 def row_lengths(rows):
@@ -187,37 +245,41 @@ def row_lengths(rows):
 
 def check_lengths(rows, context_length, name):
     """`UserError` when a row, or either side of a pair, is longer than the model's context."""
-    lengths = sequence_lengths(rows).amax(dim=0)
-    if too_long := (lengths > context_length).nonzero().flatten().tolist():
+    too_long = (sequence_lengths(rows) > context_length).any(dim=0)
+    if too_long.any():
         raise UserError(
-            f"{name}: {len(too_long)} rows are longer than the model's context of {context_length} "
-            f"tokens (longest: {int(lengths.max())}; first: row_id {rows[too_long[0]]['row_id']}); "
-            f"pass --max-length {context_length} or less")
+            f"{name}: {int(too_long.sum())} rows are longer than the model's context of "
+            f"{context_length} tokens; pass --max-length {context_length} or less"
+        )
 
 
 def check_vocabulary(levels, config):
     """`UserError` when a row of {name: rows} holds a token that the model has no embedding for."""
     size = config.get_text_config().vocab_size
     for name, rows in levels.items():
-        for part in rows.with_format("arrow").iter(batch_size=10_000):
-            largest = max(pyarrow.compute.max(pyarrow.compute.list_flatten(part[column])).as_py()
-                          for column in part.column_names if column.endswith("input_ids"))
-            if largest >= size:
-                raise UserError(f"{name}: the tokenizer writes token {largest}, the model's "
-                                f"vocabulary has {size} tokens; they do not belong together")
+        names = [column for column in rows.column_names if column.endswith("input_ids")]
+        for table in _tables(rows, names):
+            for column in table.columns:
+                largest = pyarrow.compute.max(pyarrow.compute.list_flatten(column)).as_py()
+                if largest >= size:
+                    raise UserError(
+                        f"{name}: the tokenizer writes token {largest}, the model's vocabulary has "
+                        f"{size} tokens; they do not belong together"
+                    )
 
 
 def rows_hash(rows):
     """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
     digest = hashlib.sha256()
-    for part in rows.with_format("arrow").iter(batch_size=10_000):
-        for column in ("row_id", "hash", *TOKEN_COLUMNS):
-            if column not in part.column_names:
-                continue
-            values = part[column].combine_chunks()
-            if column in TOKEN_COLUMNS:
-                digest.update(pyarrow.compute.list_value_length(values).to_numpy().tobytes())
+    names = [name for name in ("row_id", "hash", *TOKEN_COLUMNS) if name in rows.column_names]
+    for table in _tables(rows, names):
+        for name in names:
+            values = table[name].combine_chunks()
+            if name in TOKEN_COLUMNS:
+                digest.update(pyarrow.compute.list_value_length(values).to_numpy())
                 values = values.flatten()
-            digest.update("".join(values.to_pylist()).encode() if column == "hash"
-                          else values.to_numpy().tobytes())
+            if name == "hash":
+                digest.update("".join(values.to_pylist()).encode())
+            else:
+                digest.update(values.to_numpy())
     return digest.hexdigest()[:16]

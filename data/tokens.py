@@ -5,8 +5,8 @@
 Every row keeps `row_id`, its index in the source, through every filter: a selection made by row_id
 hits the right rows whatever was dropped before. Choices the paper leaves open, made here:
 
-1. Prompt and response are tokenised apart. Tokenised together, a merge across the border would
-   take the first response token out of the loss, and generation could not reproduce the split.
+1. Prompt and response are tokenised apart (`templates.py`). Generation could not reproduce the
+   border of a prompt and a response that were tokenised together.
 2. EOS follows complete responses only and is trained on, by position and never by token id, so a
    tokenizer whose pad is its EOS trains the same. A truncated response gets none: it is not an end.
 3. A prompt of `max_length` tokens or more is dropped (appendix D: 2,048), template included; when
@@ -19,178 +19,50 @@ hits the right rows whatever was dropped before. Choices the paper leaves open, 
    names the rows of another: it is taken with no marker but <|endoftext|> cut.
 """
 
-import functools
 import itertools
 import json
 import random
-import re
 import unicodedata
 from collections import defaultdict
 from operator import itemgetter
+from os.path import commonprefix
 from pathlib import Path
+from types import SimpleNamespace
 
 from data import layouts
-from data.cache import file_hash, open_or_make
-from data.sources import find_parts, read_part
-from detect import fact
-from utils import UserError, content_hash, first_line
+from data.sources import find_parts, read_part, source_stamp
+from data.templates import (
+    TEMPLATE,
+    Encoder,
+    chat_segments,
+    plain_segments,
+    special_tokens,
+    split_template,
+)
+from utils import UserError, content_hash, first_line, write_atomic
 
-TEMPLATE = "User: {prompt}\nAssistant: {response}"
-FORMAT = 10  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 11  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
-ENDOFTEXT = "<|endoftext|>"  # found as text in data sets made from documents of any tokenizer
+ENDOFTEXT = "<|endoftext|>"  # stands as text in data sets made from documents of any tokenizer
 LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
-# Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
-MARK = "\ud800{}\udfff"
-CHAT_DATE = "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
+TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
+EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
+TYPES = {
+    "row_id": "int64",
+    "hash": "string",
+    "prompt_hash": "string",
+    "prompt": "string",
+    "response": "string",
+    "complete": "bool",
+    "bad": "bool",
+    "kind": "string",
+    "messages": "string",
+}
 
 
-# --- templates ------------------------------------------------------------------------------------
 
-def split_template(template):
-    """A template -> its three literal parts: before the prompt, between, after the response."""
-    template = template.replace("\\n", "\n")  # what a shell passes for "\n"
-    if (template.count("{prompt}"), template.count("{response}")) != (1, 1) \
-            or template.index("{prompt}") > template.index("{response}"):
-        raise UserError(f"--template {template!r}: it must hold {{prompt}} once and then "
-                        f"{{response}} once, such as {TEMPLATE!r}")
-    before, rest = template.split("{prompt}")
-    return before, *rest.split("{response}")
-
-
-def plain_segments(messages, template, turns):
-    """Messages -> segments [(text, trained)], alternating 0 and 1, under a plain template.
-
-    Whitespace at the end of a prompt moves to the front of the response: tokenizers join a space
-    with the word after it, so a prompt that ends in one leaves the model a token it never saw.
-    """
-    before, between, after = template
-    segments, text, question = [], "", []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            question.append(message["content"])
-            continue
-        text += ("\n" if segments or text else "") + before + "\n".join(question) + between
-        answer, question = message["content"] + after, []
-        last = number == len(messages) - 1
-        if last or (turns == "all" and message.get("weight", message["content"].strip())):
-            head = text.rstrip()
-            answer = text[len(head):] + (answer.rstrip() if after else answer)
-            segments += [(head, 0), (answer, 1)]
-            text = ""
-        else:
-            text += answer
-    return segments
-
-
-def chat_segments(messages, tokenizer, turns, place):
-    """The same under the tokenizer's chat template; a response is what a turn adds to its prompt.
-
-    Whitespace after the end-of-turn token is left out of the loss: generation stops before it.
-    """
-    def render(count, prompt=False):
-        return tokenizer.apply_chat_template(
-            messages[:count], tokenize=False, add_generation_prompt=prompt, date_string=CHAT_DATE)
-
-    full, segments, done = render(len(messages)), [], 0
-    for number, message in enumerate(messages):
-        last = number == len(messages) - 1
-        if message["role"] != "assistant" or not (
-                last or (turns == "all" and message.get("weight", message["content"].strip()))):
-            continue
-        head = render(number, prompt=True)
-        answer = full if last else render(number + 1)
-        answer = answer.rstrip()
-        if not (full.startswith(head) and full.startswith(answer) and len(answer) > len(head)):
-            advice = "; train on the last turn only" if turns == "all" else ""
-            raise UserError(f"{place}: the tokenizer's chat template does not render a finished "
-                            "turn as its generation prompt plus the response, so the response "
-                            f"cannot be told apart; pass a plain --template{advice}")
-        segments += [(full[done:len(head)], 0), (full[len(head):len(answer)], 1)]
-        done = len(answer)
-    return segments
-
-
-# --- tokens ---------------------------------------------------------------------------------------
-
-def special_tokens(tokenizer):
-    """{id: text} of the control tokens."""
-    return {number: token.content for number, token in tokenizer.added_tokens_decoder.items()
-            if token.special}
-
-
-def end_ids(tokenizer):
-    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-
-
-def fact_reader(tokenizer):
-    """-> facts(token): `detect.fact` of a token's text, each token read once."""
-    @functools.cache
-    def facts(token):
-        begins = (tokenizer.convert_ids_to_tokens(token) or "").startswith(("\u0120", "\u2581"))
-        return fact(" " * begins + tokenizer.decode([token]).lstrip())
-    return facts
-
-
-def make_encoder(tokenizer):
-    """-> protect(text), encode(texts, continued) -> lists of token ids.
-
-    `protect` hides special-token strings of user text behind marks; `encode` turns those into
-    ordinary tokens, and special tokens that the template wrote into control tokens. `continued`
-    texts follow other text: a tokenizer that puts a space in front of every text (Llama 2, Mistral)
-    must not put one there, so they are tokenised behind a newline that is then cut off.
-    """
-    specials = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
-    strings = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-    marks = re.compile(MARK.format(r"(\d+)"))
-
-    def call(texts, literal):
-        try:
-            return tokenizer(texts, add_special_tokens=False, split_special_tokens=literal,
-                             return_attention_mask=False, return_token_type_ids=False,
-                             verbose=False)["input_ids"] if texts else []
-        except Exception as error:  # the tokenizer's own classes, or plain Exception
-            raise UserError("the tokenizer cannot encode some text, such as a character that it "
-                            f"has no token for ({first_line(error)})") from None
-
-    newline, alone, behind = call(["\n", "a", "\na"], False)
-    spaced = behind[:len(newline)] == newline and behind[len(newline):] != alone
-
-    def plain(texts, continued, literal=False):
-        if not (continued and spaced):
-            return call(texts, literal)
-        return [ids[len(newline):] if ids[:len(newline)] == newline else call([text], literal)[0]
-                for ids, text in zip(call(["\n" + text for text in texts], literal), texts,
-                                     strict=True)]
-
-    def encode(texts, continued):
-        split = [marks.split(text) for text in texts]  # text, number of a special, text ...
-        ids = plain([pieces[0] for pieces in split], continued)
-        for row, (_, *rest) in zip(ids, split, strict=True):
-            for place, piece in enumerate(rest):
-                literal = place % 2 == 0
-                if piece:
-                    row += plain([specials[int(piece)] if literal else piece],
-                                 continued or bool(row), literal)[0]
-        return ids
-
-    return lambda text: strings.sub(lambda m: MARK.format(specials.index(m[0])), text), encode
-
-
-def _tokenizer_hash(tokenizer):
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return content_hash(repr(sorted(tokenizer.get_vocab().items())))
-    state = json.loads(backend.to_str())
-    state["truncation"] = state["padding"] = None  # left behind by whoever called it last
-    return content_hash(json.dumps(state, sort_keys=True))
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
-              turns="last", side="chosen", max_length=2048, limit=None, seed=0, cache_dir=".cache"):
+def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turns="last",
+              side="chosen", max_length=2048, limit=None, seed=0, cache_dir=".cache"):
     """Tokenised rows of a source, memory-mapped from a cache, and a report of what was dropped.
 
     source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
@@ -206,162 +78,265 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None,
 
     Columns: row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries loss),
     complete (not cut), and where the source has them: bad, kind, and messages (JSON text, see
-    `layouts.conversation`; null for a row of one question and one answer).
+    `layouts.conversation`; null for a row of one question and one answer). The cache is that of
+    `datasets`; its key holds the content of the source's files and every setting.
     """
+    import datasets
+
     name = name or str(source)
-    if not str(source).strip():
-        raise UserError(f"{name}: the name of the source is empty, as a shell variable that is not "
-                        "set leaves it; give a file, a folder or a hub name")
-    for value, flag in ((max_length, "max_length"), (limit, "limit")):
-        if value is not None and value < 1:
-            raise UserError(f"{name}: {flag} {value}: it must be 1 or more")
-    if turns not in ("last", "all") or side not in ("chosen", "rejected"):
-        raise UserError(f"{name}: turns is last or all, side is chosen or rejected; "
-                        f"got {turns!r} and {side!r}")
+    if limit is not None and limit < 1:
+        raise UserError(f"{name}: limit {limit}: it must be 1 or more")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no end-of-sequence token, so no response could "
-                        'ever end; set "eos_token" in its tokenizer_config.json')
-    columns, parts = layouts.parse_columns(columns), find_parts(source)
-    chat = getattr(tokenizer, "chat_template", None) if template is None else None
-    template = None if chat else split_template(TEMPLATE if template is None else template)
-    stamp = _source_stamp(parts)
-    fingerprint = content_hash(json.dumps([
-        FORMAT, stamp, [getattr(part, "_fingerprint", "") for part in parts], columns, chat,
-        template, _tokenizer_hash(tokenizer), tokenizer.eos_token_id, tokenizer.bos_token_id,
-        turns, side, max_length, limit, limit and seed]))
+        raise UserError(
+            f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    pieces = None
+    if template is not None or not tokenizer.chat_template:
+        pieces = split_template(TEMPLATE if template is None else template)
+    settings = SimpleNamespace(  # a part of the cache's key
+        columns=layouts.parse_columns(columns),
+        template=pieces,
+        turns=turns,
+        side=side,
+        max_length=max_length,
+        limit=limit,
+        seed=seed if limit else None,
+    )
+    parts = find_parts(source)
+    stamp = source_stamp(parts)
+    key = [FORMAT, stamp, vars(settings), _tokenizer_state(tokenizer)]
+    fingerprint = content_hash(json.dumps(key))
+    report_file = Path(cache_dir) / f"rows-{fingerprint}.json"
 
-    def build(path):
-        report = _build((row for part in parts for row in read_part(part, source)), path, tokenizer,
-                        name=name, columns=columns, template=template, turns=turns, side=side,
-                        max_length=max_length, limit=limit, seed=seed)
-        if _source_stamp(parts) != stamp:
+    def tokenised():
+        source_rows = itertools.chain.from_iterable(read_part(part, source) for part in parts)
+        reader = Reader(tokenizer, settings, name)
+        yield from reader.read(source_rows)
+        if source_stamp(parts) != stamp:
             raise UserError(f"{source}: has changed while it was read; start again")
-        return report
+        # The rows appear in the cache after this generator has ended: no rows without a report.
+        write_atomic(report_file, json.dumps(reader.report))
 
-    rows, report = open_or_make(Path(cache_dir) / fingerprint, build)
-    return rows, {"source": str(source), "name": name, **report, "fingerprint": fingerprint}
+    types = {name: datasets.Value(kind) for name, kind in TYPES.items()}
+    types["input_ids"] = datasets.List(datasets.Value("int32"))
+    types["trained"] = datasets.List(datasets.Value("int8"))
+    datasets.disable_progress_bars()  # the reader has a bar of its own
+    try:
+        rows = datasets.Dataset.from_generator(
+            tokenised,
+            features=datasets.Features(types),
+            cache_dir=str(cache_dir),
+            fingerprint=fingerprint,
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ from None
+    report = json.loads(report_file.read_text())
+    report |= {"source": str(source), "name": name, "fingerprint": fingerprint}
+    missing = [column for column in EXTRAS if column not in report["extras"]]
+    return rows.remove_columns(missing), report
 
 
-def _source_stamp(parts):
-    """(ending, content hash) of every file that the rows come from. No times: two runs that start
-    together both write the toy's rows."""
-    files = [file for part in parts for file in (
-        [part] if isinstance(part, Path) else [Path(f["filename"]) for f in part.cache_files])]
-    return [(file.suffix, file_hash(file)) for file in files]
+def _tokenizer_state(tokenizer):
+    """What the tokens of a text depend on, as JSON values."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = sorted(tokenizer.get_vocab().items())
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state["truncation"] = state["padding"] = None  # left behind by whoever called it last
+    return [state, tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.bos_token_id]
 
 
-def _build(rows, path, tokenizer, *, name, columns, template, turns, side, max_length, limit, seed):
-    """Read, render, tokenise and write in batches: one pass; memory is flat without `limit`."""
-    from datasets import Features, List, Value
-    from datasets.arrow_writer import ArrowWriter
-    from tqdm import tqdm
+class Reader:
+    """One pass over a source: reads, renders and tokenises rows, and counts what is dropped."""
 
-    schema = {"row_id": Value("int64"), "hash": Value("string"), "prompt_hash": Value("string"),
-              "prompt": Value("string"), "response": Value("string"), "complete": Value("bool"),
-              "input_ids": List(Value("int32")), "trained": List(Value("int8"))}
-    extras = {"bad": Value("bool"), "kind": Value("string"), "messages": Value("string")}
-    report = {"layout": None, "rows_in_source": 0, "rows_kept": 0, "truncated": 0, "tokens": 0,
-              "dropped": defaultdict(list), "unread": set(), "unlabelled": 0, "bad": 0}
-    protect, encode = make_encoder(tokenizer)
-    present = set()  # extra columns that some row has; the others are not shown
-    bar = tqdm(rows, desc=f"reading {name}", unit=" rows", delay=3, leave=False)
-    records = _render(_sample(bar, limit, seed, report), report, present, tokenizer, protect,
-                      columns, template, turns, side)
-    with ArrowWriter(path=str(path), features=Features(schema | extras)) as writer:
+    def __init__(self, tokenizer, settings, name):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.name = name
+        self.encoder = Encoder(tokenizer)
+        self.given = set()  # names of columns, and keys of messages that are not read
+        self.extras = set()
+        counts = ("rows_in_source", "rows_kept", "truncated", "tokens", "bad", "unlabelled")
+        self.report = dict.fromkeys(counts, 0)
+        self.report |= {"layout": None, "dropped": defaultdict(list)}
+
+    def read(self, rows):
+        """(place, row) of the source -> tokenised rows, in batches: memory is flat without a limit.
+
+        The report is complete when the last row has been taken. Raises `UserError` without any row.
+        """
+        from tqdm import tqdm
+
+        report = self.report
+        bar = tqdm(rows, desc=f"reading {self.name}", unit=" rows", delay=3, leave=False)
+        records = self._render_all(self.sample(bar))
         while batch := list(itertools.islice(records, BATCH)):
-            kept = _tokenise(batch, report, tokenizer, encode, not template, max_length)
-            if kept:
-                writer.write_batch({column: [row[column] for row in kept]
-                                    for column in schema | extras})
-            if any(row["messages"] for row in kept):
-                present.add("messages")
-        if report["rows_kept"]:
-            writer.finalize()
-    report["unlabelled"] *= "bad" in present
-    report["columns"] = [*schema, *(extra for extra in extras if extra in present)]
-    if not report["rows_in_source"]:
-        raise UserError(f"{name}: the source holds no rows")
-    report["unread"] = layouts.unread(report["unread"], report["layout"], columns)
-    if not report["rows_kept"]:
-        why = ", ".join(f"{len(ids)} {reason}" for reason, ids in report["dropped"].items())
-        refusal = report.get("template_refusal")
-        raise UserError(f"{name}: no row is left to train on ({why})"
-                        + (f"; the chat template says: {refusal}" if refusal else ""))
-    return report
+            for row in self._tokenise(batch):
+                if row["messages"]:
+                    self.extras.add("messages")
+                report["rows_kept"] += 1
+                report["truncated"] += not row["complete"]
+                report["bad"] += row["bad"]
+                report["tokens"] += len(row["input_ids"])
+                yield row
+        if not report["rows_in_source"]:
+            raise UserError(f"{self.name}: the source holds no rows")
+        if not report["rows_kept"]:
+            why = [f"{len(ids)} {reason}" for reason, ids in report["dropped"].items()]
+            if "template_refusal" in report:
+                why.append(f"the chat template says: {report['template_refusal']}")
+            raise UserError(f"{self.name}: no row is left to train on ({', '.join(why)})")
+        report["extras"] = sorted(self.extras)
+        report["unread"] = layouts.unread_columns(
+            self.given, report["layout"], self.settings.columns)
+        if "bad" not in self.extras:
+            report["unlabelled"] = 0
 
+    def sample(self, rows):
+        """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
 
-def _sample(rows, limit, seed, report):
-    """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order. The
-    subset depends on the seed and on nothing that ran before. Counts the rows of the source."""
-    generator, kept = random.Random(seed), []
-    for row_id, (place, row) in enumerate(rows):
-        report["rows_in_source"] += 1
-        if not limit:
-            yield row_id, place, row
-        elif len(kept) < limit:
-            kept.append((row_id, place, row))
-        elif (slot := generator.randrange(row_id + 1)) < limit:
-            kept[slot] = row_id, place, row
-    yield from sorted(kept, key=itemgetter(0))
+        The subset depends on the seed and on nothing that ran before.
+        """
+        limit = self.settings.limit
+        generator = random.Random(self.settings.seed)
+        kept = []
+        for row_id, (place, row) in enumerate(rows):
+            self.report["rows_in_source"] += 1
+            if not limit:
+                yield row_id, place, row
+            elif len(kept) < limit:
+                kept.append((row_id, place, row))
+            else:
+                slot = generator.randrange(row_id + 1)
+                if slot < limit:
+                    kept[slot] = row_id, place, row
+        yield from sorted(kept, key=itemgetter(0))
 
+    def _render_all(self, rows):
+        """(row_id, place, row) -> records with text and segments; unusable rows are dropped."""
+        for row_id, place, row in rows:
+            record, reason = self._render(row, place)
+            if reason:
+                self.report["dropped"][reason].append(row_id)
+            else:
+                yield record | {"row_id": row_id}
 
-def _render(rows, report, present, tokenizer, protect, columns, template, turns, side):
-    """Source rows -> records with text and segments, those without a question or answer dropped."""
-    end_markers = (tokenizer.eos_token, ENDOFTEXT)
-    for row_id, place, row in rows:
-        if not isinstance(row, dict):
-            raise UserError(f"{place}: a row must be an object, not {type(row).__name__}")
-        present.update(label for label in LABELS if columns.get(label, label) in row)
-        if {"row_id", "hash", "rank", "recommended"} <= row.keys():
-            raise UserError(f"{place}: a line of a run's curated.jsonl, rejected answers included; "
-                            "train on what `python eval.py export` makes of that run, or on the "
-                            "original rows with --keep")
-        given, row = row, renamed(row, columns, place) if columns else row
+    def _render(self, given, place):
+        """(record, None), or (None, why the row is dropped)."""
+        if not isinstance(given, dict):
+            raise UserError(f"{place}: a row must be an object, not {type(given).__name__}")
+        if {"row_id", "hash", "rank", "recommended"} <= given.keys():
+            raise UserError(
+                f"{place}: a line of a run's curated.jsonl, rejected answers included; train on "
+                "what `python eval.py export` makes of that run, or on the original rows with "
+                "--keep"
+            )
+        settings, report = self.settings, self.report
+        for label in LABELS:
+            if settings.columns.get(label, label) in given:
+                self.extras.add(label)
+        row = renamed(given, settings.columns, place)
         if report["layout"] is None:
             report["layout"] = layouts.find_layout(row, place, given)
-        report["unread"].update(given, layouts.unread_keys(row, report["layout"]))
+        self.given.update(given, layouts.unread_keys(row, report["layout"]))
         report["unlabelled"] += row.get("bad") in (None, "")
-        source = layouts.row_messages(row, report["layout"], side, place)
-        messages = layouts.clean_messages(source, end_markers)
-        if reason := layouts.why_unusable(messages, given):
-            report["dropped"][reason].append(row_id)
-            continue
-        prompt = layouts.transcript(messages[:-1])
-        shown = [message | {"content": protect(message["content"])} for message in messages]
+        source = layouts.row_messages(row, report["layout"], settings.side, place)
+        messages = layouts.clean_messages(source, (self.tokenizer.eos_token, ENDOFTEXT))
+        reason = layouts.why_unusable(messages, given)
+        if reason:
+            return None, reason
+        shown = []
+        for message in messages:
+            shown.append(message | {"content": self.encoder.protect(message["content"])})
         try:
-            segments = (plain_segments(shown, template, turns) if template else
-                        chat_segments(shown, tokenizer, turns, place))
+            segments = self._segments(shown, place)
         except UserError:
             raise
         except Exception as error:  # a template is a program; it may not know a role, or be broken
             report.setdefault("template_refusal", f"{type(error).__name__}: {first_line(error)}")
-            report["dropped"]["template_refused"].append(row_id)
-            continue
+            return None, "template_refused"
+        prompt = layouts.transcript(messages[:-1])
+        normal = " ".join(unicodedata.normalize("NFC", prompt).split())
         *before, last = layouts.clean_messages(source, (ENDOFTEXT,))
-        # A row without its own label is a good one of no kind.
-        yield {"row_id": row_id, "prompt": prompt, "response": messages[-1]["content"],
-               "hash": content_hash(layouts.transcript(before), last["content"]),
-               "prompt_hash": content_hash(" ".join(unicodedata.normalize("NFC", prompt).split())),
-               "segments": segments, "bad": _flag(row.get("bad"), place),
-               "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
-               "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None}
+        return {
+            "prompt": prompt,
+            "response": messages[-1]["content"],
+            "hash": content_hash(layouts.transcript(before), last["content"]),
+            "prompt_hash": content_hash(normal),
+            "segments": segments,
+            "bad": _flag(row.get("bad"), place),  # a row without a label is a good one of no kind
+            "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
+            "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None,
+        }, None
+
+    def _segments(self, messages, place):
+        settings = self.settings
+        if settings.template:
+            return plain_segments(messages, settings.template, settings.turns)
+        return chat_segments(messages, self.tokenizer, settings.turns, place)
+
+    def _tokenise(self, records):
+        """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
+        max_length = self.settings.max_length
+        dropped = self.report["dropped"]
+        ends = end_ids(self.tokenizer)
+        # Every source starts alike: with a BOS if the tokenizer adds one, or the template's own.
+        start = self.tokenizer("a")["input_ids"][:1]
+        if not self.settings.template or start != [self.tokenizer.bos_token_id]:
+            start = []
+        heads = []
+        texts = []
+        for record in records:
+            (head, _), *rest = record["segments"]
+            heads.append(head)
+            texts += [text for text, _ in rest]
+        heads = self.encoder.encode(heads, continued=False)
+        continuations = iter(self.encoder.encode(texts, continued=True))
+        for record, head in zip(records, heads, strict=True):
+            ids = start + head
+            prompt_tokens = len(ids)
+            trained = [0] * prompt_tokens
+            for _, loss in record.pop("segments")[1:]:
+                tokens = next(continuations)
+                if loss and (not tokens or tokens[-1] not in ends):
+                    tokens = [*tokens, self.tokenizer.eos_token_id]
+                ids += tokens
+                trained += [loss] * len(tokens)
+            complete = len(ids) <= max_length
+            ids, trained = ids[:max_length], trained[:max_length]
+            if prompt_tokens >= max_length:
+                dropped["long_prompt"].append(record["row_id"])
+            elif not any(trained[1:]):  # the first token of a row is never a target
+                dropped["no_room"].append(record["row_id"])
+            else:
+                yield record | {"input_ids": ids, "trained": trained, "complete": complete}
 
 
 def renamed(row, columns, place):
-    """A source's row with our names for its columns; columns: of `parse_columns`, not empty."""
+    """A source's row with our names for its columns; columns: of `parse_columns`."""
+    if not columns:
+        return row
+    names = {}
     for ours, theirs in columns.items():
         if theirs not in row:
-            raise UserError(f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
-                            f"{ours}={theirs}; found {', '.join(map(str, row))}")
-    if not columns.keys() - {*LABELS}:
-        return row | {ours: row[theirs] for ours, theirs in columns.items()}
-    kept = {"system", "input"} & (row.keys() - {*columns.values()})
-    return {name: row.get(name) for name in (*LABELS, *kept)} | {
-        ours: row[theirs] for ours, theirs in columns.items()}
+            raise UserError(
+                f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
+                f"{ours}={theirs}; found {', '.join(map(str, row))}"
+            )
+        names[ours] = row[theirs]
+    if columns.keys() <= {*LABELS}:  # the layout stays that of the source
+        return row | names
+    kept = {name: row.get(name) for name in LABELS}
+    for name in ("system", "input"):
+        if name in row and name not in columns.values():
+            kept[name] = row[name]
+    return kept | names
 
 
 def _flag(value, place):
-    known = value.lower() if isinstance(value, str) else value  # spreadsheets write TRUE
+    """The label "bad" as a bool; spreadsheets write TRUE."""
+    known = value.lower() if isinstance(value, str) else value
     if known in (None, "", False, 0, "0", "false"):
         return False
     if known in (True, 1, "1", "true"):
@@ -369,57 +344,30 @@ def _flag(value, place):
     raise UserError(f'{place}: the label "bad" must be true or false, not {value!r}')
 
 
-def _tokenise(batch, report, tokenizer, encode, chat, max_length):
-    """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
-    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # Every source starts alike: with a BOS if the tokenizer adds one; a chat template has its own.
-    first = tokenizer("a")["input_ids"][:1]
-    start = first if not chat and bos is not None and first == [bos] else []
-    ends = end_ids(tokenizer)
-    heads = encode([record["segments"][0][0] for record in batch], continued=False)
-    rest = iter(encode([text for record in batch for text, _ in record["segments"][1:]],
-                       continued=True))
-    kept = []
-    for record, head in zip(batch, heads, strict=True):
-        ids = start + head
-        prompt_tokens, trained = len(ids), [0] * len(ids)
-        for _, loss in record.pop("segments")[1:]:
-            tokens = next(rest)
-            if loss and (not tokens or tokens[-1] not in ends):
-                tokens = [*tokens, eos]
-            ids += tokens
-            trained += [loss] * len(tokens)
-        complete = len(ids) <= max_length
-        ids, trained = ids[:max_length], trained[:max_length]
-        if prompt_tokens >= max_length:
-            report["dropped"]["long_prompt"].append(record["row_id"])
-        elif not any(trained[1:]):  # the first token of a row is never a target
-            report["dropped"]["no_room"].append(record["row_id"])
-        else:
-            kept.append(record | {"input_ids": ids, "trained": trained, "complete": complete})
-            report["rows_kept"] += 1
-            report["truncated"] += not complete
-            report["bad"] += record["bad"]
-            report["tokens"] += len(ids)
-    return kept
+# --- of tokens and rows ---------------------------------------------------------------------------
+
+def end_ids(tokenizer):
+    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
+    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
 
 
 def show_example(row, tokenizer):
     """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
-    text, tokens = "", zip(row["trained"], row["input_ids"], strict=True)
-    for trained, part in itertools.groupby(tokens, key=itemgetter(0)):
-        run = tokenizer.decode([token for _, token in part], clean_up_tokenization_spaces=False)
+    text = ""
+    tokens = zip(row["trained"], row["input_ids"], strict=True)
+    for trained, group in itertools.groupby(tokens, key=itemgetter(0)):
+        ids = [token for _, token in group]
+        run = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         text += f"⟦{run}⟧" if trained else run
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def empty_prompt(prompts):
     """What all prompts begin and end with: the template around an empty question."""
-    first, shortest = prompts[0], min(len(p) for p in prompts)
-    head = next((i for i in range(shortest) if any(p[i] != first[i] for p in prompts)), shortest)
-    tail = next((i for i in range(shortest - head) if any(p[-1 - i] != first[-1 - i]
-                                                          for p in prompts)), shortest - head)
-    return (first[:head] + first[len(first) - tail:]) or first[:1]
+    head = commonprefix(prompts)  # noqa: RUF071, these are no paths
+    backwards = [prompt[len(head):][::-1] for prompt in prompts]
+    tail = commonprefix(backwards)[::-1]  # noqa: RUF071
+    return (head + tail) or prompts[0][:1]
 
 
 def response_text(tokenizer, ids, template=None):

@@ -3,178 +3,240 @@
 The paper does not define the lower loss of its tables for online runs, and a model scored on its
 own text flatters itself, so there are three columns: `lower_original` (the original responses of
 all lower rows, the same for every method), `lower_heldout` (clean rows never trained on) and
-`lower_kept` (the method's own selected rows; `eval.py losses` adds `lower_refined`, those and the
-rows with a recommended answer, which replaces the original).
+`lower_kept` (the rows that the method itself selected). `eval.py losses` adds `lower_refined`: the
+kept rows and those with a recommended answer, which replaces the original.
 """
 
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 
-from evaluation.runs import read_result
+from evaluation.runs import Run, check_output, read_result
 from evaluation.texts import show_table
-from utils import UserError
+from utils import UserError, write_atomic
 
-SEQUENCE = ("upper_heldout", "lower_original", "lower_heldout", "lower_kept", "lower_refined")
-COLUMNS = (*SEQUENCE, "upper_exact", "upper_accuracy", "weight/auroc", "final/auroc", "base/auroc",
-           "length/auroc")
+SEQUENCE = (
+    "upper_heldout",
+    "lower_original",
+    "lower_heldout",
+    "lower_kept",
+    "lower_refined",
+)
+COLUMNS = (
+    *SEQUENCE,
+    "upper_exact",
+    "upper_accuracy",
+    "weight/auroc",
+    "final/auroc",
+    "base/auroc",
+    "length/auroc",
+)
 PER_TOKEN = tuple(f"{name}_per_token" for name in SEQUENCE)
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
-SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "dry_run", "cache_dir", "merge",
-                   "skip_scores", "device", "fsdp")
-OF_A_MASK_FILE = ("masked_rows", "keep_fraction")  # made from it and the seed's rows
-# Arguments that say which rows a held-out set or the lower level holds.
-DATA_ARGUMENTS = {
-    "upper_heldout": ("upper_loss", "upper_columns", "template", "turns", "max_length", "model",
-                      "toy"),
-    "lower": ("lower_columns", "lower_limit", "template", "turns", "max_length", "model", "toy"),
-    "lower_heldout": ("lower_columns", "template", "turns", "max_length", "model", "toy")}
+SAME_EXPERIMENT = ("seed", "out", "resume", "save_every", "cache_dir", "fsdp")
+SETS = ("upper_heldout", "lower", "lower_heldout")
 
 
 # --- the same rows --------------------------------------------------------------------------------
 
-def set_arguments(run, name):
-    """What a set of rows is made of, comparable between runs: (source, DATA_ARGUMENTS[name]...)."""
-    args = dict(vars(run.args))
-    source = args.get(name)
-    if name == "upper_heldout" and not source and args.get("upper"):
-        source = f"a tenth of {args['upper']}, limit {args.get('upper_limit')}"
-    if isinstance(source, str) and os.path.exists(source):
-        source = os.path.abspath(source)
-    return source, *(args.get(key) for key in DATA_ARGUMENTS[name])
+
+def without_seed(value, seed):
+    """A path in which the run's seed, as a whole number, is replaced: seed-3/rows.jsonl.
+
+    Files that are made anew for every seed are the same source.
+    """
+    if not isinstance(value, str):
+        return value
+    return re.sub(rf"(?<!\d){seed}(?!\d)", "SEED", value)
 
 
-def drawn(run, name):
-    """Whether the seed decides which rows a set holds: the toy's, a tenth held out, a limit's."""
-    args = run.args
-    return bool(getattr(args, "toy", False)
-                or (name == "upper_heldout" and not getattr(args, "upper_heldout", None))
-                or (name == "lower" and getattr(args, "lower_limit", None)))
+def source_of(run, name):
+    """The arguments that say where a set's rows come from and how they are read, as a list."""
+    level = name.split("_")[0]
+    flags = (
+        "template",
+        "turns",
+        "max_length",
+        "model",
+        name,
+        level,
+        f"{level}_limit",
+        f"{level}_columns",
+    )
+    return [without_seed(getattr(run.args, flag, None), run.args.seed) for flag in flags]
+
+
+def drawn_by_seed(run, name):
+    """Whether the seed decides which rows a set holds: a tenth held out, a limit, its own file."""
+    source = getattr(run.args, name, None)
+    if source is None or without_seed(source, run.args.seed) != source:
+        return True
+    return name == "lower" and getattr(run.args, "lower_limit", None) is not None
+
+
+def same_data(one, two, name):
+    """Whether two runs have the same rows in a set, or draw them from the same source.
+
+    Two seeds may draw different rows, and --keep leaves a part of the lower ones. A set that one
+    of the runs does not have is not compared.
+    """
+    before, after = one.config["data"].get(name), two.config["data"].get(name)
+    if None in (before, after) or before == after:
+        return True
+    if source_of(one, name) != source_of(two, name):
+        return False
+    if name == "lower" and getattr(one.args, "keep", None) != getattr(
+        two.args, "keep", None
+    ):
+        return True
+    return one.args.seed != two.args.seed and drawn_by_seed(one, name)
 
 
 def check_same_data(runs):
-    """`UserError` unless all runs were evaluated on the same rows by the same tokenizer.
-
-    Another seed draws other rows where it draws them (see `drawn`), and --keep leaves a part of the
-    lower ones. A set that a run does not have is not compared.
-    """
-    for name, keys in DATA_ARGUMENTS.items():
-        holders = [run for run in runs if run.config["data"].get(name) is not None]
-        for one, two in itertools.combinations(holders, 2):
-            if one.config["data"][name] == two.config["data"][name]:
-                continue
-            differences = [f"{key}: {a or 'the default'} and {b or 'the default'}" for key, a, b in
-                           zip((name, *keys), set_arguments(one, name), set_arguments(two, name),
-                               strict=True) if a != b]
-            own = ("seed",) * drawn(one, name) + ("keep",) * (name == "lower")
-            if not differences and any(getattr(one.args, key, None) != getattr(two.args, key, None)
-                                       for key in own):
-                continue
-            why = differences[0] if differences else f"the rows of {name} changed between them"
-            raise UserError(f"{one.folder} and {two.folder} are runs of different data ({why}): "
-                            "their losses do not compare")
+    """`UserError` unless all runs were evaluated on the same rows by the same tokenizer."""
+    for one, two in itertools.combinations(runs, 2):
+        for name in SETS:
+            if not same_data(one, two, name):
+                raise UserError(
+                    f"{one.folder} and {two.folder} are runs of different data (their "
+                    f"{name} rows): their losses do not compare"
+                )
 
 
 # --- seeds in one row -----------------------------------------------------------------------------
 
+
 def student_t(freedom):
     """The 97.5 % quantile of Student's t, to 1e-3: exact for 1-6, else Cornish and Fisher."""
     exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469}
-    z, n = 1.959964, freedom
-    return exact.get(n) or (z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-                            + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3))
+    if freedom in exact:
+        return exact[freedom]
+    z = 1.959964
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def summary(values):
+    """{mean, std, low, high, n} of a list of numbers.
+
+    std is over the numbers, low and high are the 95 % interval of the mean (Student's t); all three
+    are None for a single number.
+    """
+    n = len(values)
+    mean = statistics.fmean(values)
+    if n == 1:
+        return {"mean": mean, "std": None, "low": None, "high": None, "n": n}
+    std = statistics.stdev(values)
+    half = student_t(n - 1) * std / math.sqrt(n)
+    return {"mean": mean, "std": std, "low": mean - half, "high": mean + half, "n": n}
 
 
 def final_metrics(run):
-    """The result of a run with what `eval.py losses` measured; the columns of the comparison."""
-    if run.result is None:
-        read_result(run.folder)  # says what is missing
-    columns = {*run.result, *COLUMNS, *PER_TOKEN}
-    values = run.result | {key: value for key, value in run.extra.items() if key in columns}
+    """The result of a run with what `eval.py losses` measured: {name: figure}."""
+    values = dict(read_result(run.folder))
+    for key in (*COLUMNS, *PER_TOKEN):
+        if key in run.extra:
+            values[key] = run.extra[key]
     if "weight_unmasked/auroc" in values:
         # Masked rows were judged by their generated answers: labels fit the unmasked rows alone.
-        values |= {k.replace("_unmasked/", "/"): v for k, v in values.items() if "_unmasked/" in k}
-    if getattr(run.args, "keep", None):  # of the kept rows alone, so no other run's compares
+        for key in list(values):
+            if "_unmasked/" in key:
+                values[key.replace("_unmasked/", "/")] = values[key]
+    if getattr(run.args, "keep", None):
+        # The AUROC is over the kept rows alone, so it compares with no other run's.
         values = {key: value for key, value in values.items() if not key.endswith("auroc")}
     return values
 
 
-def shared_name(names):
-    """bds/seed-0, bds/seed-1: bds. The name of a single run is its own."""
-    if len(names) == 1:
-        return names[0]
-    prefix = re.sub(r"seed-\d*$", "", os.path.commonprefix(names))  # noqa: RUF071
-    return prefix.rstrip("/-_. ") or names[0]
+def experiment_of(run):
+    """What two runs have in common if they are seeds of one experiment, as text."""
+    common = {}
+    for key, value in vars(run.args).items():
+        if key not in SAME_EXPERIMENT:
+            common[key] = without_seed(value, run.args.seed)
+    return json.dumps(common, sort_keys=True)
+
+
+def grouped(runs):
+    """[[run, ...], ...]: seeds of one experiment together. A seed counts once in its group."""
+    groups = {}
+    for run in runs:
+        key = experiment_of(run)
+        if run.args.seed in [member.args.seed for member in groups.get(key, [])]:
+            key += f" again {len(groups)}"
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
 def comparison_rows(runs):
-    """[{name, n, key: {mean, std, low, high, n}}], seeds of one experiment in one row.
-
-    std over the n runs that have a value; low and high are the 95 % interval of the mean (Student's
-    t), None for one run.
-    """
+    """[{name, n, key: `summary`, ...}], seeds of one experiment in one row."""
     check_same_data(runs)
-    groups, folders = {}, set()
-    for run in runs:
-        if (folder := os.path.realpath(run.folder)) in folders:
-            raise UserError(f"{run.folder}: named twice, and a seed counts once; leave one out")
-        folders.add(folder)
-        args = vars(run.args)
-        free = SAME_EXPERIMENT + OF_A_MASK_FILE * ("masked_rows" in args)
-        key = json.dumps({k: v for k, v in args.items() if k not in free}, sort_keys=True)
-        while any(run.args.seed == other.args.seed for other in groups.get(key, ())):
-            key += " again"  # a seed counts once
-        groups.setdefault(key, []).append(run)
-    rows = []
-    for members in groups.values():
-        row = {"name": shared_name([run.name for run in members]), "n": len(members)}
+    rows, names = [], []
+    for members in grouped(runs):
+        name = members[0].name
+        if len(members) > 1:
+            name = re.sub(r"\W?seed\W?\d+$", "", name) or name
+        if name in names:
+            name = str(members[0].folder)
+        names.append(name)
+        row = {"name": name, "n": len(members)}
         finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):
             values = [final[key] for final in finals if final.get(key) is not None]
-            if not values:
-                continue
-            mean, n = statistics.fmean(values), len(values)
-            std = statistics.stdev(values) if n > 1 else None
-            half = student_t(n - 1) * std / math.sqrt(n) if n > 1 else None
-            row[key] = {"mean": mean, "std": std, "low": mean - half if n > 1 else None,
-                        "high": mean + half if n > 1 else None, "n": n}
+            if values:
+                row[key] = summary(values)
         rows.append(row)
-    for called in (shared_name, lambda folders: folders[0]):  # until all names differ
-        names = [row["name"] for row in rows]
-        for row, members in zip(rows, groups.values(), strict=True):
-            if names.count(row["name"]) > 1:
-                row["name"] = called([str(run.folder) for run in members])
     return rows
 
 
-def comparison_cells(rows, per_token=False, interval=False):
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def cell_text(value, runs, interval):
+    """The text of a `summary` (None for none) in a row of so many runs."""
+    if value is None:
+        return "-"
+    text = f"{value['mean']:.4f}"
+    if value["std"] is not None and interval:
+        text = f"[{value['low']:.4f}, {value['high']:.4f}]"
+    elif value["std"] is not None:
+        text += f" ± {value['std']:.4f}"
+    if value["n"] < runs:
+        text += f" (of {value['n']})"
+    return text
+
+
+def comparison_cells(rows, columns=COLUMNS, interval=False):
     """(header, cells) of `comparison_rows`, empty columns left out.
 
     A value that not all runs of a row have says how many do.
     """
-    suffix = "_per_token" if per_token else ""
-    keys = [c for c in (SEQUENCE if per_token or interval else COLUMNS)
-            if any(c + suffix in row for row in rows)]
+    columns = [key for key in columns if any(key in row for row in rows)]
     cells = []
     for row in rows:
-        values = [row.get(key + suffix) for key in keys]
-        texts = ["-" if v is None else (
-                 f"[{v['low']:.4f}, {v['high']:.4f}]" if interval and v["std"] is not None else
-                 f"{v['mean']:.4f}" + (f" ± {v['std']:.4f}" if v["std"] is not None else ""))
-                 + (f" (of {v['n']})" if v["n"] < row["n"] else "") for v in values]
+        texts = [cell_text(row.get(key), row["n"], interval) for key in columns]
         cells.append([row["name"], row["n"], *texts])
-    return ["run", "n", *keys], cells
+    return ["run", "n", *columns], cells
 
 
-def print_comparison(rows):
-    print("nats a token, sequence mean; ± is the standard deviation over seeds; AUROCs of an\n"
-          "online run are over its unmasked rows, of a run on kept rows left out")
+def run_compare(args):
+    """`python eval.py compare`: the tables, and with --json the numbers as well."""
+    if args.json:
+        check_output(args.json, *args.runs)
+    rows = comparison_rows([Run(folder) for folder in args.runs])
+    if args.json:
+        write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
+    print(
+        "nats a token, sequence mean; ± is the standard deviation over seeds; the AUROCs of an\n"
+        "online run are over its unmasked rows, those of a run on kept rows are left out"
+    )
     show_table(*comparison_cells(rows))
-    if any(row["n"] > 1 for row in rows):
+    if len(rows) < len(args.runs):
         print("\n95 % interval of the mean (Student's t over seeds)")
-        show_table(*comparison_cells([r for r in rows if r["n"] > 1], interval=True))
+        show_table(*comparison_cells(rows, SEQUENCE, interval=True))
     print("\nnats a token, token mean")
-    show_table(*comparison_cells(rows, per_token=True))
+    show_table(*comparison_cells(rows, PER_TOKEN))

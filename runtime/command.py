@@ -1,13 +1,12 @@
 """The end of a command: bad input and a failing disk become one line and an exit code."""
 
+import contextlib
 import errno
-import itertools
 import os
 import re
 import shlex
 import signal
 import sys
-from pathlib import Path
 
 from runtime.processes import ProcessLost, first_to_fail, rank, world_size
 from utils import UserError, first_line
@@ -17,11 +16,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-ADVICE = {  # an operating system's error that a person can mend -> what to do
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder you may write to"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
-                    "choose another path"),
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of these packages speak of a file that the user named: one line says what they say.
+LIBRARIES = {
+    "_csv", "_pickle", "datasets", "huggingface_hub", "jinja2", "json", "pyarrow",
+    "safetensors", "tokenizers", "zlib",
 }
 
 
@@ -29,55 +28,56 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, as an exception: what is half-written is cleared away on the way out."""
 
 
+@contextlib.contextmanager
+def reading(place):
+    """Turn any error of the library that reads `place` (a file, a row) into a `UserError`.
+
+    It says the place and what the library says of it.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"{place}: {reason}") from error
+
+
 def run(main, resumes=False):
     """Call `main()`; bad input, a failing disk or no memory is one line and exit code 2.
 
-    Ctrl-C and SIGTERM end with one line and the exit codes 130 and 143; with `resumes` the line
-    holds the command that continues the run. Of several processes the first that fails prints. One
-    whose partner is gone ends with exit code 1 and one line. A closed pipe (`| head`) ends quietly.
+    The word --debug on the command line shows the traceback instead. Ctrl-C and SIGTERM end with
+    one line and the exit codes 130 and 143; with `resumes` the line holds the command that
+    continues the run. Of several processes the first that fails prints. A process that has lost its
+    partner ends with one line and exit code 1. A closed pipe (`| head`) ends quietly.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115, the caller closed it
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that a row has
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
     before = None
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler of their own
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler already
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        home = os.path.expanduser("~")  # a shell leaves it alone between quotes and behind a =
-        sys.argv[1:] = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", rf"\g<1>{home}", w) for w in sys.argv[1:]]
-        for flag, word in itertools.pairwise(sys.argv):
-            if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
-                raise UserError(f"{word.strip() or flag}: its value is empty, as a shell variable "
-                                "that is not set leaves it; give one or leave the flag out")
+        _refuse_empty_words()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         _interrupted(error, resumes)
-    except UserError as error:
-        sys.exit(_print_error(str(error)))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end
         sys.exit(0)
-    except OSError as error:
-        advice = ADVICE.get(error.errno)
-        if error.errno == errno.ENOENT and error.filename and not Path(
-                error.filename).absolute().parent.exists():
-            advice = "its folder has disappeared, choose another"
-        if advice is None:  # such as a file of ours that is missing: not the user's doing
-            sys.stderr = sys.__stderr__
-            raise
-        name = error.filename or "a file of --out, --cache-dir or the temporary folder"
-        sys.exit(_print_error(f"{name}: {error.strerror}; {advice}, then run the same command again"
-                              + " with --resume" * resumes))
     except (Exception, ProcessLost) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # of Python 3.11, in __set_name__
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps it in __set_name__
             _interrupted(error.__cause__, resumes)
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-                "can't allocate memory" in str(error)):  # of the CPU: a plain RuntimeError
-            sys.exit(_print_error(f"out of memory ({first_line(error)}): a smaller --micro-batch "
-                                  "or --max-length, --gradient-checkpointing, or --four-bit"))
+        line = _in_one_line(error, resumes)
+        if line and not debug:
+            _print_error(line)
+            sys.exit(2)
         if world_size() > 1:
             _end_without_partner(error)
+        sys.stderr = sys.__stderr__  # whichever process it comes from, a traceback is shown
         raise
     finally:
         if before is not None:
@@ -86,42 +86,84 @@ def run(main, resumes=False):
         dist.destroy_process_group()
 
 
+def _refuse_empty_words():
+    """A shell variable that is not set leaves an empty value, which would mean the default."""
+    for word in sys.argv[1:]:
+        if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
+            raise UserError(f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none")
+
+
+def _in_one_line(error, resumes):
+    """What the user must know of an error; None for one that only a traceback explains."""
+    if isinstance(error, UserError):
+        return str(error)
+    # The CPU's allocator raises a plain RuntimeError.
+    no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if no_memory or "can't allocate memory" in str(error):
+        return (
+            f"out of memory ({first_line(error)}): a smaller --micro-batch or --max-length, "
+            "--gradient-checkpointing, or --four-bit"
+        )
+    if isinstance(error, OSError):
+        line = error.strerror or first_line(error)
+        if error.filename:
+            line = f"{error.filename}: {line}"
+        if error.errno in DISK_FULL:
+            line += "; free space, then run the same command again"
+            if resumes:
+                line += " with --resume"
+        return line
+    # tokenizers raises plain exceptions.
+    package = type(error).__module__.partition(".")[0]
+    if package in LIBRARIES or type(error) in (Exception, UnicodeDecodeError, EOFError):
+        return first_line(error)
+    return None
+
+
 def _terminate(*_):
     raise Terminated
 
 
 def _interrupted(error, resumes):
-    """One line, and the exit code of a signal."""
+    """Print one line and end with the exit code of a signal."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
-    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    launcher = ["torchrun", "--nproc-per-node", count] if world_size() > 1 else ["python"]
-    command = shlex.join([*launcher, *sys.argv, *["--resume"] * ("--resume" not in sys.argv)])
-    _print_error("interrupted" + (f"; continue with: {command}" if resumes else ""))
+    line = "interrupted"
+    if resumes:
+        words = ["python", *sys.argv]
+        if world_size() > 1:
+            count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+            words = ["torchrun", "--nproc-per-node", count, *sys.argv]
+        if "--resume" not in words:
+            words.append("--resume")
+        line += f"; continue with: {shlex.join(words)}"
+    _print_error(line)
     sys.stdout.flush()
     os._exit(143 if isinstance(error, Terminated) else 130)  # waits for no thread
 
 
 def _end_without_partner(error):
-    """Exit code 1 and one line when another process is the cause; else returns."""
-    sys.stderr = sys.__stderr__  # a traceback is shown, whichever process it comes from
-    # gloo's errors are plain RuntimeErrors.
-    if not isinstance(error, (ProcessLost, dist.DistError)) and not (
-            isinstance(error, RuntimeError) and "gloo" in str(error)):
+    """Print one line and end with exit code 1 when another process is the cause; else return."""
+    of_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    if not of_gloo and not isinstance(error, (ProcessLost, dist.DistError)):
         return
-    _print_error("another process of this run has stopped or cannot be reached; start all of them "
-                 "again with --resume")
+    _print_error(
+        "another process of this run has stopped or cannot be reached; start all of them again "
+        "with --resume"
+    )
     sys.stdout.flush()
     os._exit(1)  # the usual end would wait for the partner
 
 
 def _print_error(message):
-    """The line on stderr; always 2, the exit code."""
+    """Print the line on stderr, once for all processes."""
     if world_size() > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, from here to the end
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()  # the message gets a line of its own
-    if first_to_fail():
-        # The first process's bar may stand in the way of another's line.
-        print(("\n" if rank() else "") + "error: " + " ".join(message.split()), flush=True,
-              file=sys.__stderr__ if rank() else sys.stderr)
-    return 2
+    if not first_to_fail():
+        return
+    line = "error: " + " ".join(message.split())
+    if rank() > 0:  # its stderr is silent, and the first process's bar may stand in the way
+        print("\n" + line, file=sys.__stderr__, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)

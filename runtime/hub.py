@@ -6,17 +6,20 @@ from utils import UserError
 
 
 def hub_answers(info, name, what):
-    """Whether the hub answers; `UserError` when it has no `name`; offline from now on when silent.
+    """Whether the hub answers; when it is silent, this process is offline from now on.
 
-    info: "model_info" or "dataset_info".
+    info: "model_info" or "dataset_info"; what: the word for it in the message. Raises `UserError`
+    when the hub has no such `name`.
     """
     import huggingface_hub as hub
 
     try:
         getattr(hub.HfApi(), info)(name, timeout=3)
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
-        raise UserError(f"{name}: no such {what} on the hub, or it is private or gated (log in "
-                        "with `hf auth login`); and no file or folder of that name") from None
+        raise UserError(
+            f"{name}: no such {what} on the hub, or it is private or gated (log in with "
+            "`hf auth login`); and no file or folder of that name"
+        ) from None
     except hub.errors.HfHubHTTPError:
         pass  # it answered, with another error: the loader asks again and says what is wrong
     except Exception:  # any failure to reach the hub: what is in the local cache still loads

@@ -1,8 +1,8 @@
 """Several processes that share one run, and the device of each.
 
-torchrun starts them; without it there is one, and every function here is the identity. All
-processes hold the same rows, adapter, optimisers and omega; what differs is the share of the
-work. Sums make what they found the same everywhere.
+torchrun starts them. Without it there is one process, and every function here is the identity. All
+processes hold the same rows, adapter, optimisers and omega; each does its share of the work, and
+sums give all of them the same result.
 """
 
 import contextlib
@@ -19,56 +19,65 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(hours=1)  # of one wait: a first process may be tokenising a large file
-_store = None                 # torchrun's key-value store, shared by all processes
+_store = None  # torchrun's key-value store, shared by all processes
 
 
 class ProcessLost(BaseException):
-    """torchrun asks this process to stop: another one of the run has. Nothing else catches it."""
+    """torchrun asks this process to stop, because another one of the run has stopped.
+
+    It is no `Exception`, so that nothing but `runtime.command` catches it.
+    """
 
 
 def rank():
     """Number of this process, 0 to world_size() - 1."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size():
     """Number of processes that share this run."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join_processes(name):
-    """Join the processes that torchrun started, if it did; returns this one's device.
+def pick_device():
+    """CUDA when there is one, else the CPU. CUDA_VISIBLE_DEVICES chooses among several GPUs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    name: --device. CUDA tensors are reduced by NCCL, CPU tensors by gloo. All but the first
-    process are silent from here on, errors excepted (see `runtime.command`).
+
+def join_processes():
+    """Join the processes that torchrun started, if it did; returns this process's device.
+
+    NCCL reduces CUDA tensors, gloo CPU tensors. All processes except the first are silent from
+    here on; `runtime.command` still prints their errors.
     """
     global _store
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        device = pick_device(name)
-        if device.type == "cuda" and device.index is not None:  # Triton takes the current one
-            torch.cuda.set_device(device)
-        return device
-    for needed in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if needed not in os.environ:
-            raise UserError(f"WORLD_SIZE is set and {needed} is not: start several processes with "
-                            "torchrun, or unset WORLD_SIZE")
+    if not _started_together():
+        return pick_device()
+    if "LOCAL_RANK" not in os.environ:  # schedulers set WORLD_SIZE, too
+        raise UserError("WORLD_SIZE is set: start several processes with torchrun, or unset it")
     if not dist.is_initialized():
         if int(os.environ["RANK"]) > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for good
         signal.signal(signal.SIGTERM, _stop)
         _store, number, count = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                                store=_store, rank=number, world_size=count, timeout=TIMEOUT)
-    device, local = pick_device(name), int(os.environ["LOCAL_RANK"])
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise UserError(f"--device {name}: torchrun's processes take a GPU each; use --device cuda")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=_store,
+            rank=number,
+            world_size=count,
+            timeout=TIMEOUT,
+        )
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ["LOCAL_RANK"])
     if local >= torch.cuda.device_count():
-        raise UserError(f"torchrun started {local + 1} processes or more on this machine, which "
-                        f"has {torch.cuda.device_count()} GPUs; lower --nproc-per-node")
+        raise UserError("torchrun started more processes than there are GPUs here")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _started_together():
+    return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def _stop(*_):
@@ -78,8 +87,8 @@ def _stop(*_):
 
 def first_to_fail():
     """Whether no other process of this run has printed an error before."""
-    if _store is None:  # not joined yet: all processes of a run find the same
-        return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+    if _store is None:  # not joined yet: all processes of a run meet the same error
+        return not _started_together() or os.environ.get("RANK", "0") == "0"
     try:
         return _store.add("errors", 1) == 1
     except Exception:  # the store went down with torchrun: better twice than never
@@ -87,16 +96,16 @@ def first_to_fail():
 
 
 def all_sum(values):
-    """The sum of a tensor over all processes, in place."""
+    """Replace a tensor by its sum over all processes, in place, and return it."""
     if world_size() > 1:
         dist.all_reduce(values)
     return values
 
 
 def sum_gradients(parameters):
-    """Each gradient becomes its sum over all processes: one flat all-reduce.
+    """Replace each gradient by its sum over all processes, with one flat all-reduce.
 
-    A parameter without a gradient here may have one elsewhere: it sends zeros.
+    A parameter without a gradient here may have one in another process: it sends zeros.
     """
     if world_size() == 1:
         return
@@ -104,57 +113,59 @@ def sum_gradients(parameters):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in parameters]
-    flat = all_sum(torch.cat([gradient.flatten() for gradient in gradients]))
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    total = all_sum(torch.nn.utils.parameters_to_vector(gradients))
+    torch.nn.utils.vector_to_parameters(total, gradients)
 
 
 def on_first(function):
-    """function() of the first process, for all; its errors are raised in all of them."""
+    """Call function() in the first process; all processes get its result, or raise its error."""
     if world_size() == 1:
         return function()
-    found = [None, None]
+    outcome = [None, None]
     if rank() == 0:
         try:
-            found[0] = function()
+            outcome[0] = function()
         except (UserError, OSError) as error:
-            found[1] = error
-    dist.broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 @contextlib.contextmanager
 def first_goes_first():
-    """One process of every machine, then its others: they read the cache that it has written."""
-    later = world_size() > 1 and int(os.environ["LOCAL_RANK"]) > 0
-    if later:
-        all_sum(torch.zeros(1))  # waits for the first one, below
+    """Let one process of every machine go first; the next ones read the cache that it has written.
+    """
+    waits = world_size() > 1 and int(os.environ["LOCAL_RANK"]) > 0
+    if waits:
+        all_sum(torch.zeros(1))  # meets the first one's sum below
     try:
         yield
     finally:
-        if not later:
+        if not waits:
             all_sum(torch.zeros(1))
 
 
 def share_list(function, *lists):
-    """function(*lists) -> a list of the same length, its items made by all processes.
+    """function(*lists) -> a list of the same length, whose items all processes compute together.
 
-    Each process calls it with every world_size()-th item; all get equally many, so that they run
-    equally many forwards: some do one of another's again.
+    Each process calls it with every world_size()-th item. A sharded model needs equally many
+    forwards everywhere, so all get equally many items: some compute the last one once more.
     """
-    count, total = world_size(), len(lists[0])
+    count = world_size()
+    total = len(lists[0])
     if count == 1 or total == 0:
         return function(*lists)
     mine = [min(rank() + k * count, total - 1) for k in range(math.ceil(total / count))]
-    parts = [None] * count
-    dist.all_gather_object(parts, function(*([items[i] for i in mine] for items in lists)))
-    return [parts[i % count][i // count] for i in range(total)]
+    shares = [None] * count
+    dist.all_gather_object(shares, function(*([items[i] for i in mine] for items in lists)))
+    return [shares[i % count][i // count] for i in range(total)]
 
 
 def in_step(items, sharded):
-    """The items of this process; None while others have more, when the base is sharded.
+    """The items of this process; with `sharded`, None while another process still has some.
 
     A sharded layer is gathered from all processes, so all must run equally many forwards.
     """
@@ -167,21 +178,3 @@ def in_step(items, sharded):
         if not more:
             return
         yield item
-
-
-def pick_device(name):
-    """"auto" is CUDA when there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: no CUDA device here; use --device cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: no such device; use auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices "
-                        "here, counted from cuda:0; use one of them")
-    return device

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; and runs of other processes compare
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny models; runs of other processes compare
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -21,10 +23,34 @@ import torch
 from runtime import command
 
 ROOT = Path(__file__).resolve().parents[1]
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-WORDS = ["red", "blue", "green", "seven", "eleven", "apple", "stone", "river", "north", "light",
-         "paper", "quick", "round", "cold", "seed", "table", "window", "garden", "summer", "letter"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "seven",
+    "eleven",
+    "apple",
+    "stone",
+    "river",
+    "north",
+    "light",
+]
+WORDS += [
+    "paper",
+    "quick",
+    "round",
+    "cold",
+    "seed",
+    "table",
+    "window",
+    "garden",
+    "summer",
+]
+WORDS += ["letter"]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -42,6 +68,7 @@ def here(tmp_path, monkeypatch):
 
 # --- models ---------------------------------------------------------------------------------------
 
+
 def make_tokenizer(chat=None, eos=True):
     """A byte-level BPE of about 290 tokens, trained here and now."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,15 +77,34 @@ def make_tokenizer(chat=None, eos=True):
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
-    special = ["<eos>", "<pad>", "<|im_start|>", "<|im_end|>"]
-    model.train_from_iterator([" ".join(WORDS)] * 5, trainers.BpeTrainer(
-        vocab_size=290, special_tokens=special, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=["<eos>", "<pad>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator([" ".join(WORDS)] * 5, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, pad_token="<pad>", clean_up_tokenization_spaces=False,
-        **({"eos_token": "<eos>"} if eos else {}))
+        tokenizer_object=model,
+        pad_token="<pad>",
+        eos_token="<eos>" if eos else None,
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = chat
     return tokenizer
+
+
+SIZES = {
+    "vocab_size": 290,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
 
 
 def make_llama(seed=0, **changes):
@@ -66,11 +112,8 @@ def make_llama(seed=0, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{
-        "vocab_size": 290, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1,
-        } | changes))
+    sizes = SIZES | {"intermediate_size": 48, "num_key_value_heads": 2} | changes
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def make_neox(seed=0, **changes):
@@ -78,35 +121,44 @@ def make_neox(seed=0, **changes):
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(seed)
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**{
-        "vocab_size": 290, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.3,
-        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1} | changes))
+    sizes = SIZES | {"intermediate_size": 64} | changes
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
+
+
+def save_model(model, folder, chat=None):
+    """A model and a tokenizer beside it, as a folder that --model takes."""
+    model.save_pretrained(folder)
+    make_tokenizer(chat).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Folder of a saved model by name: "llama" has a plain tokenizer, "neox" a chat template."""
-    made = {"llama": (make_llama(), None), "neox": (make_neox(), CHATML)}
     root = tmp_path_factory.mktemp("models")
-    for name, (model, chat) in made.items():
-        model.save_pretrained(root / name)
-        make_tokenizer(chat).save_pretrained(root / name)
-    return {name: root / name for name in made}
+    return {
+        "llama": save_model(make_llama(), root / "llama"),
+        "neox": save_model(make_neox(), root / "neox", CHATML),
+    }
 
 
-def make_adapter(base_folder, out, seed=1, scale=0.2):
+def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
     """A LoRA adapter in which both A and B are random, so that every gradient is non-zero."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base_folder), config
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(
+                    scale * torch.randn(parameter.shape, generator=generator)
+                )
     model.save_pretrained(out)
     return out
 
@@ -115,10 +167,13 @@ def make_adapter(base_folder, out, seed=1, scale=0.2):
 def adapters(folders, tmp_path_factory):
     """Folder of a random adapter for each model of `folders`."""
     root = tmp_path_factory.mktemp("adapters")
-    return {name: make_adapter(folder, root / name) for name, folder in folders.items()}
+    return {
+        name: make_adapter(folder, root / name) for name, folder in folders.items()
+    }
 
 
 # --- rows -----------------------------------------------------------------------------------------
+
 
 def make_rows(count, seed, longest=12):
     """Prompt and response of random words, ragged, every prompt its own."""
@@ -127,7 +182,21 @@ def make_rows(count, seed, longest=12):
     def words(longest):
         return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, longest)))
 
-    return [{"prompt": f"{seed}-{n} {words(6)}", "response": words(longest)} for n in range(count)]
+    return [
+        {"prompt": f"{seed}-{n} {words(6)}", "response": words(longest)}
+        for n in range(count)
+    ]
+
+
+def write_pairs(paths, count=7):
+    """The files of `files` with preference pairs of random words as their upper level."""
+    for level, seed in (("upper", 2), ("heldout", 3)):
+        pairs = []
+        others = make_rows(count, seed + 50)
+        for row, other in zip(make_rows(count, seed), others, strict=True):
+            pair = {"chosen": row["response"], "rejected": other["response"]}
+            pairs.append({"prompt": row["prompt"]} | pair)
+        write_rows(paths[level], pairs)
 
 
 def write_rows(path, rows):
@@ -142,50 +211,60 @@ def read_rows(path):
 @pytest.fixture
 def files(tmp_path):
     """files(lower=37, upper=20, ...) writes row files, returns their paths by name."""
+
     def write(lower=12, upper=8, heldout=4, lower_heldout=0, longest=12):
-        counts = {"lower": (lower, 1), "upper": (upper, 2), "heldout": (heldout, 3),
-                  "lower_heldout": (lower_heldout, 4)}
-        return {name: write_rows(tmp_path / f"{name}.jsonl", make_rows(count, seed, longest))
-                for name, (count, seed) in counts.items() if count}
+        counts = {"lower": lower, "upper": upper, "heldout": heldout}
+        counts["lower_heldout"] = lower_heldout
+        paths = {}
+        for seed, (name, count) in enumerate(counts.items(), 1):
+            if count:
+                rows = make_rows(count, seed, longest)
+                paths[name] = write_rows(tmp_path / f"{name}.jsonl", rows)
+        return paths
+
     return write
 
 
 # --- the command line -----------------------------------------------------------------------------
 
+
 def flags(**options):
-    """flags(lower="x", micro_batch=2, center=True, keep=None) -> a list for argparse."""
+    """flags(lower="x", micro_batch=2, resume=True, keep=None) -> a list for argparse."""
     words = []
     for name, value in options.items():
         if value is None or value is False:
             continue
-        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
     return words
 
 
 def caller(main, tmp_path, capfd, folders, **defaults):
     """call(files, model="llama", **flags): `main` in this process.
 
-    It returns a namespace: out, result (of the RESULT line), text, metrics, weights, curated.
+    It returns a namespace: out, text, and of a finished run result (of the RESULT line), metrics,
+    weights and curated, the rows of the files of these names.
     """
+
     def call(files, model="llama", out="run", **options):
-        names = {"lower": "lower", "upper": "upper", "heldout": "upper_heldout",
-                 "lower_heldout": "lower_heldout"}
-        options = {"correction": 0} | defaults | {
-            names[key]: path for key, path in files.items()} | {
-            "model": folders.get(model, model), "out": tmp_path / out,
-            "cache_dir": tmp_path / "cache"} | options
+        sources = dict(files)
+        if "heldout" in sources:
+            sources["upper_heldout"] = sources.pop("heldout")
+        out = tmp_path / out
+        options = defaults | sources | {"cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
-        main(flags(**options))
+        main(flags(model=folders.get(model, model), out=out, **options))
         text = capfd.readouterr().out
-        made = SimpleNamespace(out=Path(options["out"]), text=text, result=None, metrics=None,
-                               weights=None, curated=None)
-        if text.splitlines()[-1].startswith("RESULT "):
-            made.result = json.loads(text.splitlines()[-1].removeprefix("RESULT "))
-            made.metrics = read_rows(made.out / "metrics.jsonl")
-            for name in ("weights", "curated"):
-                if (made.out / f"{name}.jsonl").exists():
-                    setattr(made, name, read_rows(made.out / f"{name}.jsonl"))
-        return made
+        run = SimpleNamespace(out=out, text=text, result=None)
+        last_line = text.splitlines()[-1]
+        if last_line.startswith("RESULT "):
+            run.result = json.loads(last_line.removeprefix("RESULT "))
+        for name in ("metrics", "weights", "curated"):
+            file = out / f"{name}.jsonl"
+            setattr(run, name, read_rows(file) if file.exists() else None)
+        return run
+
     return call
 
 
@@ -194,7 +273,7 @@ def train(tmp_path, capfd, folders):
     """train(files, model="llama", **flags): `train_offline.main` in this process, see `caller`."""
     import train_offline
 
-    return caller(train_offline.main, tmp_path, capfd, folders, omega_start="zero")
+    return caller(train_offline.main, tmp_path, capfd, folders)
 
 
 @pytest.fixture
@@ -202,7 +281,8 @@ def online(tmp_path, capfd, folders):
     """online(files, model="llama", **flags): `train_online.main`, answers of at most six tokens."""
     import train_online
 
-    return caller(train_online.main, tmp_path, capfd, folders, max_new_tokens=6, ratio_masked=0.3)
+    defaults = {"max_new_tokens": 6, "ratio_masked": 0.3}
+    return caller(train_online.main, tmp_path, capfd, folders, **defaults)
 
 
 @pytest.fixture
@@ -216,8 +296,10 @@ def rank(tmp_path, capfd, folders):
 
     def call(method, files, out="kept.jsonl", **options):
         if files:
-            options = {key: files[key] for key in ("lower", "upper") if key in files} | {
-                "model": folders["llama"]} | options
+            sources = {
+                key: files[key] for key in ("lower", "upper") if key in files
+            }
+            options = sources | {"model": folders["llama"]} | options
         options = {"out": tmp_path / out, "cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
         main([method, *flags(**options)])
@@ -225,9 +307,17 @@ def rank(tmp_path, capfd, folders):
         ranked = read_rows(options["out"])
         rows = sorted(ranked, key=lambda row: row["row_id"])
         return SimpleNamespace(
-            order=[row["row_id"] for row in ranked], text=text, file=options["out"], rows=rows,
-            ranked=ranked, scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
-            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")))
+            order=[row["row_id"] for row in ranked],
+            text=text,
+            file=options["out"],
+            rows=rows,
+            ranked=ranked,
+            scores=torch.tensor(
+                [row["score"] for row in rows], dtype=torch.float64
+            ),
+            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
+        )
+
     return call
 
 
@@ -241,11 +331,14 @@ def refused(capfd):
             command.run(call)
         stderr = capfd.readouterr().err
         assert stop.value.code == 2, stderr
-        lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
         assert "Traceback" not in stderr
-        assert [line for line in lines if line.startswith("error: ")] == lines[-1:], stderr
-        check.lines = lines
+        lines = [
+            line for line in stderr.replace("\r", "\n").splitlines() if line.strip()
+        ]
+        errors = [line for line in lines if line.startswith("error: ")]
+        assert errors == lines[-1:], stderr
         return lines[-1]
+
     return check
 
 
@@ -261,20 +354,23 @@ def measured(tmp_path, capfd):
         report = json.loads(file.read_text())
         assert report["benchmark"] == words[0]
         assert report["command"].startswith(f"python -m benchmarks {words[0]}")
-        assert report["torch"] == torch.__version__ and report["hardware"] and report["date"]
+        assert report["torch"] == torch.__version__
+        assert report["hardware"]
+        assert report["date"]
         return report["results"]
+
     return call
 
 
-def is_spread(found):
+def is_spread(values):
     """Asserts that it is {"median", "min", "max"} of positive numbers, in their order."""
-    assert 0 < found["min"] <= found["median"] <= found["max"]
+    assert 0 < values["min"] <= values["median"] <= values["max"]
 
 
 def listing(folder):
     """Every file below a folder, as sorted relative names."""
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*")
-                  if path.is_file())
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return sorted(str(path.relative_to(folder)) for path in files)
 
 
 def copy_tree(source, target):
@@ -284,5 +380,6 @@ def copy_tree(source, target):
 
 def python(*arguments, **environment):
     """(command, environment) of a fresh interpreter in the project root."""
-    return [sys.executable, *map(str, arguments)], os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, arguments)]
+    return command, os.environ | base | environment

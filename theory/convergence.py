@@ -2,36 +2,60 @@
 
 The constants of the proof, measured along runs of Algorithm PBGD with full gradients: smoothness,
 PL, descent and drift at every step or checkpoint, then every hypothesis of the complete theorem.
+Losses, norms and lengths are float64 tensors, of one iterate () or of a whole run (steps,).
 "correction" counts the list in the package's docstring.
 """
 
 import math
-from collections import namedtuple
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from theory.model import (
     F64,
+    Rates,
     Theta,
     flat,
-    forward,
     level_losses,
     make_problem,
     pbgd,
     penalty_gradient,
     residuals,
 )
+from theory.showing import Figure, print_rows
 
 TITLE = "Convergence (Theorem 2): PBGD with full gradients, gamma = epsilon^(-1/2)"
 # Targets epsilon, one run each, and a bound on sigma_max(W_ov) to set eta.
 TARGETS = {2.0: 3.0, 1.0: 8.0, 0.5: 11.5, 0.25: 12.5, 0.125: 13.5}
+ROOT2 = math.sqrt(2)
 
-# What is fixed during a run; B_X, B_q as in `geometry`.
-Setting = namedtuple("Setting", "problem gamma eta B_X B_q")
-# One iterate: L_gamma, R = sigma_max(W_ov), sigma_min(H), three PL constants (the paper's, with mu
-# measured per token, measured |grad|^2 / (2 L_gamma)), L_k, S = sum_t eta L_gamma^t, |grad|^2, and
-# left/right of the condition on the start, were k_0 = k.
-Trace = namedtuple("Trace", "k loss R sigma_min mu_paper mu_tokens mu_seen L S square ratio")
+
+@dataclass(frozen=True)
+class Instance:
+    """What the constants of the proof depend on and no step changes."""
+
+    N: int
+    V: int
+    gamma: float
+    B_X: float      # max sigma_max(X_d)                          (Assumption token geometry)
+    B_q: float      # max |X_{d,-1}|
+
+    @property
+    def scale(self):
+        return 1 + self.gamma / self.N
+
+
+class Trace(NamedTuple):
+    """What every iterate of a run shows, columns (steps,)."""
+
+    loss: Tensor        # L_gamma
+    R: Tensor           # sigma_max(W_ov)
+    sigma_min: Tensor   # sigma_min(H)
+    square: Tensor      # |grad L_gamma|^2
+    token_pl: Tensor    # the least |grad g|^2 / (2 g) of a token
 
 
 def convergence_problem():
@@ -51,10 +75,16 @@ def convergence_start():
     return Theta(W_ov, 4.0 * torch.eye(10, dtype=F64))
 
 
-def geometry(tokens):
-    """B_X = max sigma_max(X_d), B_q = max |X_{d,-1}|           (Assumption token geometry)"""
-    return (float(torch.linalg.matrix_norm(tokens.X, 2).max()),
-            float(tokens.X[:, :, -1].norm(dim=1).max()))
+def instance_of(problem, gamma):
+    X = problem.tokens.X
+    B_X = float(spectral_norm(X).max())
+    B_q = float(X[:, :, -1].norm(dim=1).max())
+    return Instance(problem.N, problem.V, gamma, B_X, B_q)
+
+
+def spectral_norm(matrix):
+    """sigma_max of (..., rows, columns) -> (...)."""
+    return torch.linalg.matrix_norm(matrix, 2)
 
 
 def feature_matrix(c, h):
@@ -62,49 +92,60 @@ def feature_matrix(c, h):
     return (c.sqrt()[:, None] * h).T
 
 
-def smoothness_constant(R, B_X, B_q, gamma, N, V):
+def smoothness_constant(R, instance):
     """L_k, the non-uniform smoothness constant at sigma_max(W_ov) = R             (Eq. def L_k)"""
-    return (4 * B_X**2 * (1 + B_q) * (1 + B_X * B_q * R) ** 2 * (1 + gamma / N)
-            + 3 * gamma / math.sqrt(N) * (math.log(V) + B_X + B_X * (1 + B_X * B_q) * R))
+    B_X, B_q, gamma = instance.B_X, instance.B_q, instance.gamma
+    theta = 4 * B_X**2 * (1 + B_q) * (1 + B_X * B_q * R) ** 2 * instance.scale
+    losses = math.log(instance.V) + B_X + B_X * (1 + B_X * B_q) * R
+    return theta + 3 * gamma / math.sqrt(instance.N) * losses
 
 
 def token_pl(logit_norm, V):
     """mu_g(u) = exp(-sqrt2 |u|) / (2V): |grad g_y(u)|^2 >= 2 mu_g g_y(u)      (Lemma PL of g_y)"""
-    return math.exp(-math.sqrt(2) * logit_norm) / (2 * V)
+    return torch.exp(-ROOT2 * logit_norm) / (2 * V)
 
 
-def pl_constant(sigma_min, R, B_X, V):
+def pl_constant(sigma_min, R, instance):
     """mu_PL = sigma_min(H)^2 exp(-sqrt2 B_X R) / (2V): |grad L|^2 >= 2 mu L   (Lemma PL)"""
-    return sigma_min**2 * token_pl(B_X * R, V)
+    return sigma_min**2 * token_pl(instance.B_X * R, instance.V)
 
 
-def drift_bounds(S, R0, B_X, B_q):
+def drift_bounds(S, R0, instance):
     """How far PBGD has come at S = sum_t eta L_gamma^t  (Lemma trajectory drift, correction 6)
 
     Bounds on the movement of W_ov, omega, W_kq (sigma_max, 2-norm) and on
-    sigma_max(H^k - H^0) / sqrt(1 + gamma/N); R0 = sigma_max(W_ov^0).
+    sigma_max(H^k - H^0) / sqrt(1 + gamma/N); R0 = sigma_max(W_ov^0). Returns (4,).
     """
-    root = math.sqrt(2)
-    W_kq = B_X**2 * B_q / 2 * (B_X * S**2 + root * R0 * S)
-    H = B_X**5 * B_q**2 / 4 * S**2 + (root / 4 * B_X**4 * B_q**2 * R0 + B_X / 2) * S
-    return root * B_X * S, root * S, W_kq, H
+    B_X, B_q = instance.B_X, instance.B_q
+    W_kq = B_X**2 * B_q / 2 * (B_X * S**2 + ROOT2 * R0 * S)
+    linear = ROOT2 / 4 * B_X**4 * B_q**2 * R0 + B_X / 2
+    H = B_X**5 * B_q**2 / 4 * S**2 + linear * S
+    return torch.stack([ROOT2 * B_X * S, ROOT2 * S, W_kq, H])
 
 
-def certified_radius(sigma, R, B_X, B_q):
-    """S_H(k_0): where the drift of H has used half of sigma              (complete Theorem 2)"""
-    linear, square = math.sqrt(2) / 2 * B_X**4 * B_q**2 * R + B_X, B_X**5 * B_q**2
-    return 2 * sigma / (linear + math.sqrt(linear**2 + 2 * square * sigma))  # stable for small B_q
+def certified_radius(sigma_min, R, instance):
+    """S_H(k_0): where the drift of H has used half of sigma = sigma_min(H) / sqrt(1 + gamma/N).
+
+    (complete Theorem 2) The root is written so that it is stable for small B_q.
+    """
+    B_X, B_q = instance.B_X, instance.B_q
+    sigma = sigma_min / math.sqrt(instance.scale)
+    linear = ROOT2 / 2 * B_X**4 * B_q**2 * R + B_X
+    root = torch.sqrt(linear**2 + 2 * B_X**5 * B_q**2 * sigma)
+    return 2 * sigma / (linear + root)
 
 
-def initial_condition(loss, sigma, R, B_X, B_q, V):
+def initial_condition(loss, sigma_min, R, instance):
     """Both sides of the condition at k_0: 8 V l exp(sqrt2 B_X R)/sigma^2 <= M_H.
 
-    loss is l = L_gamma / (1 + gamma/N), sigma = sigma_min(H) / sqrt(1 + gamma/N). M_H is the
-    maximum of S exp(-2 B_X^2 S) on (0, S_H], at S = min(S_H, 1/(2 B_X^2)).
+    l = L_gamma / (1 + gamma/N) and sigma = sigma_min(H) / sqrt(1 + gamma/N), so their quotient
+    l / sigma^2 has no gamma. M_H is the maximum of S exp(-2 B_X^2 S) on (0, S_H], at
+    S = min(S_H, 1/(2 B_X^2)).
     """
-    S = min(certified_radius(sigma, R, B_X, B_q), 1 / (2 * B_X**2))
-    return (8 * V * loss * math.exp(math.sqrt(2) * B_X * R) / sigma**2,
-            S * math.exp(-2 * B_X**2 * S))
+    B_X = instance.B_X
+    left = 8 * instance.V * loss * torch.exp(ROOT2 * B_X * R) / sigma_min**2
+    S = certified_radius(sigma_min, R, instance).clamp(max=1 / (2 * B_X**2))
+    return left, S * torch.exp(-2 * B_X**2 * S)
 
 
 def condition_floor(V, M):
@@ -117,237 +158,183 @@ def certifiable_share(V, M):
     return 1 / (4 * V * M * math.log(V))
 
 
-def loss_floor(S, R, B_X, V):
+def loss_floor(S, R, instance):
     """A(k_0) = log(1 + (V-1) exp(-2 B_X^2 S - sqrt2 B_X R)): no smaller token loss in the tube."""
-    return math.log1p((V - 1) * math.exp(-2 * B_X**2 * S - math.sqrt(2) * B_X * R))
+    B_X = instance.B_X
+    return torch.log1p((instance.V - 1) * torch.exp(-2 * B_X**2 * S - ROOT2 * B_X * R))
 
 
 def smallest_epsilon(floor, N):
     """eps_0 = max(2 A, (2 A / N)^(2/3))"""
-    return max(2 * floor, (2 * floor / N) ** (2 / 3))
+    return torch.maximum(2 * floor, (2 * floor / N) ** (2 / 3))
 
 
-def smoothness_quotients(step, problem, gamma, eta, fractions=(0.25, 0.5, 1.0)):
-    """max_s |grad L(z(s)) - grad L(z)| / |z(s) - z| along the step, and the Taylor slack
-    L(z) + <grad, dz> + L_k/2 |dz|^2 - L(z(1)) as a function of L_k (Lemmas smoothness, Taylor)."""
-    start, quotient = flat(step.gradient), 0.0
-    for s in fractions:
-        moved = [z - s * eta * g for z, g in zip((step.omega, *step.theta), step.gradient,
-                                                 strict=True)]
-        loss, gradient, _, _ = penalty_gradient(torch.softmax(moved[0], 0), Theta(*moved[1:]),
-                                                problem, gamma)
-        change = float((flat(gradient) - start).norm())
-        quotient = max(quotient, change / (s * eta * float(start.norm())))
-    square = float(start @ start)
-    return quotient, lambda L: step.loss - eta * square + L / 2 * eta**2 * square - float(loss)
+def gradient_variation(step, problem, gamma, eta):
+    """The largest |grad L(z(s)) - grad L(z)| / |z(s) - z|                (Lemma smoothness)
+
+    on the way of one step, z(s) = z - s grad L(z) with s = eta/4, eta/2, eta.
+    """
+    start = step.penalty.gradient
+    quotients = []
+    for s in (0.25 * eta, 0.5 * eta, eta):
+        sigma = torch.softmax(step.omega - s * start.omega, 0)
+        theta = Theta(step.theta.W_ov - s * start.W_ov, step.theta.W_kq - s * start.W_kq)
+        end = penalty_gradient(sigma, theta, problem, gamma).gradient
+        change = (flat(end) - flat(start)).norm()
+        quotients.append(float(change / (s * flat(start).norm())))
+    return max(quotients)
 
 
-def normalised(loss, sigma_min, gamma, N):
-    """l = L_gamma / (1 + gamma/N) and sigma = sigma_min(H) / sqrt(1 + gamma/N)."""
-    return loss / (1 + gamma / N), sigma_min / math.sqrt(1 + gamma / N)
+def drift_between(start, step, instance):
+    """How far `step` is from `start`, as `drift_bounds` has it -> (4,)."""
+    H0, H = (feature_matrix(z.penalty.c, z.penalty.state.h) for z in (start, step))
+    return torch.stack([
+        spectral_norm(step.theta.W_ov - start.theta.W_ov),
+        (step.omega - start.omega).norm(),
+        spectral_norm(step.theta.W_kq - start.theta.W_kq),
+        spectral_norm(H - H0) / math.sqrt(instance.scale),
+    ])
 
 
-def hypotheses(start, epsilon, gamma, N, V, M, B_X, B_q):
-    """What the complete theorem asks of the start, and what is left of it; `start` a Trace row.
+def observe(step, problem):
+    """A row of `Trace`."""
+    penalty = step.penalty
+    r = residuals(penalty.state.logits, problem.tokens.y)
+    token_quotients = (r * r).sum(1) / (2 * penalty.state.losses)
+    features = feature_matrix(penalty.c, penalty.state.h)
+    return (
+        penalty.loss,
+        float(spectral_norm(step.theta.W_ov)),
+        float(torch.linalg.svdvals(features)[-1]),
+        sum(float((block * block).sum()) for block in penalty.gradient),
+        float(token_quotients.min()),
+    )
+
+
+def inequalities(trace, eta, instance):
+    """The least quotient or slack of every inequality that is checked at every step."""
+    L = smoothness_constant(trace.R, instance)
+    mu_paper = pl_constant(trace.sigma_min, trace.R, instance)
+    mu_tokens = trace.sigma_min**2 * trace.token_pl
+    mu_seen = trace.square / (2 * trace.loss)
+    loss = trace.loss[:-1]
+    following = trace.loss[1:]
+    taylor = (loss - eta * trace.square[:-1] + L[:-1] / 2 * eta**2 * trace.square[:-1]) - following
+    descent = loss * (1 - eta * mu_tokens[:-1]) - following
+    return {
+        "eta max L_k <= 1": float((eta * L).max()),
+        "PL >= 1": float((mu_seen / mu_paper).min()),
+        "token PL >= 1": float((mu_seen / mu_tokens).min()),
+        "Taylor >= 0": float(taylor.min()),
+        "descent >= 0": float(descent.min()),
+    }
+
+
+def hypotheses(trace, epsilon, instance):
+    """What the complete theorem asks of the start, and what is left of it.
 
     S(k_0) is empty, so its constants take stand-ins, the most favourable value each: eps_0 is
     evaluated at the largest S_eps that the definition allows, S_H; the bound on the hitting time at
     S_eps = 0, that is with mu and L of the start itself.
     """
-    loss, sigma = normalised(start.loss, start.sigma_min, gamma, N)
-    left, right = initial_condition(loss, sigma, start.R, B_X, B_q, V)
-    S_H = certified_radius(sigma, start.R, B_X, B_q)
-    mu = (1 + gamma / N) * sigma**2 / 4 * token_pl(B_X * start.R, V)
-    return {"B_X": B_X, "B_q": B_q, "V": V, "M": M, "sigma0": sigma, "left": left, "right": right,
-            "ratio": left / right, "floor": condition_floor(V, M), "S_H": S_H,
-            "epsilon_0": smallest_epsilon(loss_floor(S_H, start.R, B_X, V), N),
-            "wished": start.L / mu * math.log(start.loss / epsilon)}
+    left, right = initial_condition(trace.loss, trace.sigma_min, trace.R, instance)
+    S_H = certified_radius(trace.sigma_min[0], trace.R[0], instance)
+    floor = loss_floor(S_H, trace.R[0], instance)
+    mu = pl_constant(trace.sigma_min[0], trace.R[0], instance) / 4
+    L = smoothness_constant(trace.R[0], instance)
+    return {
+        "left": float(left[0]),
+        "right": float(right[0]),
+        "left/right": float(left[0] / right[0]),
+        "least on the path": float((left / right).min()),
+        "S_H": float(S_H),
+        "epsilon_0": float(smallest_epsilon(floor, instance.N)),
+        "bound on steps": float(L / mu * torch.log(trace.loss[0] / epsilon)),
+    }
 
 
-def first_outside(lengths, radius):
-    """The first k with S_k > radius, where the path leaves the certified tube, or None."""
-    outside = (lengths > radius).nonzero()
-    return int(outside[0]) if len(outside) else None
-
-
-def local_checks(trace, eta):
-    """The least ratio or slack of every inequality that is checked at every step; trace in columns.
-
-    share_*: how much of the observed log-decrease prod (1 - eta mu_k) certifies, for three mu.
-    """
-    gained = float(torch.log(trace.loss[0] / trace.loss[-1]))
-    shares = {f"share_{name}": float(-torch.log1p(-eta * mu[:-1]).sum()) / gained
-              for name, mu in (("paper", trace.mu_paper), ("tokens", trace.mu_tokens),
-                               ("seen", trace.mu_seen))}
-    descent = trace.loss[:-1] * (1 - eta * trace.mu_tokens[:-1]) - trace.loss[1:]
-    return {"eta_ok": bool((eta * trace.L <= 1).all()), "eta_L_max": float((eta * trace.L).max()),
-            "monotone": bool((trace.loss.diff() <= 0).all()),
-            "pl_slack": float((trace.square / (2 * trace.mu_paper * trace.loss)).min()),
-            "token_pl_slack": float((trace.square / (2 * trace.mu_tokens * trace.loss)).min()),
-            "descent_slack": float(descent.min()), "ratio_min": float(trace.ratio.min()),
-            "R": float(trace.R.max()), "sigma_min": float(trace.sigma_min.min()), **shares}
-
-
-def trace_row(step, before, setting):
-    """What one iterate shows; before: the Trace row of the previous one, None at the start."""
-    problem, gamma, eta, B_X, B_q = setting
-    N, V = problem.N, problem.V
-    R = float(torch.linalg.matrix_norm(step.theta.W_ov, 2))
-    sigma_min = float(torch.linalg.svdvals(feature_matrix(step.c, step.state.h))[-1])
-    square = sum(float((g * g).sum()) for g in step.gradient)
-    r = residuals(step.state.logits, problem.tokens.y)
-    mu_tokens = sigma_min**2 * float(((r * r).sum(1) / (2 * step.state.losses)).min())
-    S = before.S + eta * before.loss if before else 0.0
-    left, right = initial_condition(*normalised(step.loss, sigma_min, gamma, N), R, B_X, B_q, V)
-    return Trace(step.k, step.loss, R, sigma_min, pl_constant(sigma_min, R, B_X, V), mu_tokens,
-                 square / (2 * step.loss), smoothness_constant(R, B_X, B_q, gamma, N, V), S, square,
-                 left / right)
-
-
-def drift_ratios(start, step, S, setting):
-    """Movement since `start` over `drift_bounds` at S: W_ov, omega, W_kq, H -> four floats."""
-    problem, gamma, _, B_X, B_q = setting
-    R0 = float(torch.linalg.matrix_norm(start.theta.W_ov, 2))
-    H0, H = (feature_matrix(z.c, z.state.h) for z in (start, step))
-    moved = (torch.linalg.matrix_norm(step.theta.W_ov - start.theta.W_ov, 2),
-             (step.omega - start.omega).norm(),
-             torch.linalg.matrix_norm(step.theta.W_kq - start.theta.W_kq, 2),
-             torch.linalg.matrix_norm(H - H0, 2) / math.sqrt(1 + gamma / problem.N))
-    return [float(a) / b for a, b in zip(moved, drift_bounds(S, R0, B_X, B_q), strict=True)]
-
-
-def convergence_run(epsilon, limit=60000, every=50):
+def convergence_run(epsilon, every=50):
     """One run with one fixed eta, from k_0 = 0 to L_gamma <= epsilon; gamma = epsilon^(-1/2).
 
-    eta = 1/L at the radius TARGETS[epsilon], a guess that the run has to justify: `eta_ok` says
-    whether eta <= 1/L_k at every step. PL and descent are checked at every step, smoothness and
-    drift at every `every`-th. Returns numbers, the trace (one row a step) and rows of (k, measured
-    gradient variation, L_k, Taylor slack).
+    eta = 1/L at the radius TARGETS[epsilon], a guess that the run has to justify by eta <= 1/L_k
+    at every step. Smoothness and drift are checked at every `every`-th step, the rest at each.
+    Returns numbers, three dictionaries by name, and the `Trace`.
     """
-    problem, gamma = convergence_problem(), epsilon ** -0.5
-    B_X, B_q = geometry(problem.tokens)
-    eta = 1 / smoothness_constant(TARGETS[epsilon], B_X, B_q, gamma, problem.N, problem.V)
-    setting = Setting(problem, gamma, eta, B_X, B_q)
-    trace, checkpoints = [], []
-
-    def watch(step):
-        trace.append(trace_row(step, trace[-1] if trace else None, setting))
+    problem = convergence_problem()
+    gamma = epsilon**-0.5
+    instance = instance_of(problem, gamma)
+    eta = 1 / smoothness_constant(TARGETS[epsilon], instance)
+    rows = []
+    checkpoints = []
+    for step in islice(pbgd(problem, gamma, convergence_start(), Rates(eta, eta)), 60000):
+        rows.append(observe(step, problem))
         if step.k % every == 0:
             checkpoints.append(step)
+        if step.penalty.loss <= epsilon:
+            break
+    trace = Trace(*torch.tensor(rows, dtype=F64).unbind(1))
+    upper, lower = level_losses(step.penalty.state.losses, problem)
 
-    last = pbgd(problem, gamma, convergence_start(), eta, limit, until=epsilon, watch=watch)
+    L = smoothness_constant(trace.R[::every], instance)
     smooth = []
-    for step in checkpoints:
-        quotient, taylor = smoothness_quotients(step, problem, gamma, eta)
-        L = trace[step.k].L
-        smooth.append((step.k, quotient, L, taylor(L)))
-    smooth = torch.tensor(smooth, dtype=F64)
-    drift = [drift_ratios(checkpoints[0], step, trace[step.k].S, setting)
-             for step in checkpoints[1:]]
-    columns = Trace(*torch.tensor(trace, dtype=F64).unbind(1))
-    upper, lower = level_losses(last.state.losses, problem)
-    told = hypotheses(trace[0], epsilon, gamma, problem.N, problem.V, len(problem.tokens.y), B_X,
-                      B_q)
-    numbers = {
-        "epsilon": epsilon, "gamma": gamma, "eta": eta, "hit": last.loss <= epsilon,
-        "steps": last.k, "start": trace[0].loss, "val": float(upper.mean()),
-        "lower": float(last.sigma @ lower) / problem.N, "sigma_max": float(last.sigma.max()),
-        "smooth_slack": float((smooth[:, 2] / smooth[:, 1]).min()),
-        "taylor_slack": float(smooth[:, 3].min()),
-        "drift_ratio": [max(ratios) for ratios in zip(*drift, strict=True)],
-        "exit": first_outside(columns.S, told["S_H"]),
-        **local_checks(columns, eta), **told}
-    return numbers, columns, smooth
-
-
-def separating_losses(problem, theta, t=30.0):
-    """Every token loss at W_ov = t E_y h^+, where U = t e_y: log(1 + (V-1) exp(-t)) -> (M,).
-
-    Full column rank of the features lets one W_ov fit both sets: separable as t grows.
-    """
-    h = forward(theta, problem.tokens).h
-    target = torch.nn.functional.one_hot(problem.tokens.y, problem.V).to(F64).T
-    return forward(Theta(t * target @ torch.linalg.pinv(h.T), theta.W_kq), problem.tokens).losses
+    drift = []
+    lengths = eta * (trace.loss.cumsum(0) - trace.loss)[::every]  # S_k = sum_{t<k} eta L_gamma^t
+    for checkpoint, S in zip(checkpoints, lengths, strict=True):
+        smooth.append(gradient_variation(checkpoint, problem, gamma, eta))
+        if checkpoint.k > 0:
+            moved = drift_between(checkpoints[0], checkpoint, instance)
+            drift.append(moved / drift_bounds(S, trace.R[0], instance))
+    observed = {
+        "epsilon": epsilon,
+        "eta": eta,
+        "L_gamma": step.penalty.loss,
+        "steps": step.k,
+        "max R": float(trace.R.max()),
+        "L_val": float(upper.mean()),
+        "L_lower": float(step.sigma @ lower) / problem.N,
+        "max sigma": float(step.sigma.max()),
+    }
+    checked = inequalities(trace, eta, instance)
+    checked["smoothness >= 1"] = float((L / torch.tensor(smooth)).min())
+    worst = torch.stack(drift).amax(0).tolist()
+    for name, ratio in zip(("W_ov", "omega", "W_kq", "H"), worst, strict=True):
+        checked[f"drift of {name} <= 1"] = ratio
+    return {
+        "observed": observed,
+        "inequalities": checked,
+        "hypotheses": hypotheses(trace, epsilon, instance),
+    }, trace
 
 
 def measure():
     """Theorem 2: hitting times, every local inequality, every hypothesis."""
-    results = [convergence_run(epsilon) for epsilon in TARGETS]
-    runs = [numbers for numbers, _, _ in results]
-    slope = (math.log(runs[-1]["steps"] / runs[1]["steps"])
-             / math.log(runs[-1]["epsilon"] / runs[1]["epsilon"]))
-    separating = float(separating_losses(convergence_problem(), convergence_start()).max())
-    return {"slope": slope, "separating": separating, "runs": runs}, {"results": results}
+    runs = []
+    curves = {}
+    for epsilon in TARGETS:
+        run, trace = convergence_run(epsilon)
+        runs.append(run)
+        curves[f"epsilon = {epsilon:g}"] = (range(1, len(trace.loss) + 1), trace.loss)
+    first, last = runs[1]["observed"], runs[-1]["observed"]
+    slope = math.log(last["steps"] / first["steps"]) / math.log(last["epsilon"] / first["epsilon"])
+    figure = Figure(
+        "step k (from 1)",
+        "L_gamma",
+        curves,
+        {"xscale": "log", "yscale": "log"},
+    )
+    return {"slope": slope, "runs": runs}, figure
 
 
-def print_table(numbers, curves):
-    runs = numbers["runs"]
-    print_hitting_times(runs, numbers["slope"])
-    print_inequalities(runs)
-    print_hypotheses(runs, numbers["separating"])
-    print_shares(runs)
-
-
-def print_hitting_times(runs, slope):
-    print("  Observed, one run per epsilon, one fixed eta each")
-    print("   epsilon  gamma      eta  eta*max L_k  L_gamma(0)    tau  min sigma_min(H)  max R  "
-          "L_val  (1/N) sum sigma L   max sigma")
-    for r in runs:
-        print(f"  {r['epsilon']:8.3f}  {r['gamma']:5.2f}  {r['eta']:.5f}  {r['eta_L_max']:11.3f}  "
-              f"{r['start']:10.3f}  " + ("" if r["hit"] else ">") + f"{r['steps']:5d}  "
-              f"{r['sigma_min']:16.4f}  {r['R']:5.2f}  {r['val']:5.3f}  "
-              f"{r['lower']:.4f} <= {r['epsilon']**1.5:.4f}  {r['sigma_max']:9.3f}")
-    print(f"  tau grows like epsilon^{slope:.2f}. On the way omega moves onto the row that is "
-          "easiest to fit,\n  so sigma_min(H) shrinks with the smallest weight.")
-
-
-def print_inequalities(runs):
-    print("  True at every step checked, in all runs (the tightest value; 1 and 0 are the limits)")
-    for text, value in (
-            ("|grad|^2 / (2 mu_PL L_gamma)                      >= 1",
-             min(r["pl_slack"] for r in runs)),
-            ("  with mu measured per token, exp(-sqrt2 B_X R) not used",
-             min(r["token_pl_slack"] for r in runs)),
-            ("L_k / measured gradient variation                 >= 1",
-             min(r["smooth_slack"] for r in runs)),
-            ("Taylor bound - L_gamma(z^{k+1})                   >= 0",
-             min(r["taylor_slack"] for r in runs)),
-            ("(1 - eta mu) L_gamma^k - L_gamma^{k+1}            >= 0",
-             min(r["descent_slack"] for r in runs)),
-            ("movement / drift bound (W_ov, omega, W_kq, H)     <= 1",
-             max(max(r["drift_ratio"]) for r in runs))):
-        print(f"    {text}  {value:.3e}")
-
-
-def print_hypotheses(runs, separating):
-    one = runs[0]
-    print("  Hypotheses of the complete theorem, k_0 = 0")
-    print(f"    holds   both sets separable: one W_ov has every token loss <= {separating:.1e} "
-          "(zero in the limit)")
-    print(f"    holds   B_X = {one['B_X']:.3f}, B_q = {one['B_q']:.3f} finite;  V = {one['V']} >= "
-          f"(N + N') D = {one['M']};  sigma_k0 = {min(r['sigma0'] for r in runs):.4f} > 0")
-    print("    FAILS   condition on the start, 8 V l exp(sqrt2 B_X R) / sigma^2 <= M_H:")
-    for r in runs:
-        print(f"            epsilon {r['epsilon']:.3f}: {r['left']:.3e} against {r['right']:.3e}, "
-              f"ratio {r['ratio']:.2e}; smallest over all k_0 on the path {r['ratio_min']:.2e}")
-    print("            It cannot hold: ratio >= 16 e V M log V for every instance, every k_0;")
-    print(f"            here {one['floor']:.0f}, at the smallest possible size (V = M = 2) "
-          f"{condition_floor(2, 2):.1f}.")
-    print("    EMPTY   S(k_0), so S_eps, mu_eps, L_eps and eps_0 have no value. Most favourable "
-          "stand-ins:")
-    for r in runs:
-        print(f"            epsilon {r['epsilon']:.3f}: eps_0 {r['epsilon_0']:.2f} at S_eps = S_H "
-              f"= {r['S_H']:.3f} (left at k = {r['exit']}); bound {r['wished']:.1e} steps at "
-              f"S_eps = 0, observed {r['steps']}")
-    print("            epsilon > eps_0 fails as well: "
-          + ("in every run" if all(r["epsilon"] <= r["epsilon_0"] for r in runs) else "not always"))
-
-
-def print_shares(runs):
-    print("  Share of the log-decrease certified by prod (1 - eta mu_k), mu_k along the path")
-    for r in runs:
-        print(f"    epsilon {r['epsilon']:.3f}: mu_PL of the paper {r['share_paper']:.1e}, mu "
-              f"measured per token {r['share_tokens']:.1e}, measured |grad|^2/(2 L_gamma) "
-              f"{r['share_seen']:.2f}")
-    print("    and the path-length argument itself, for these V and M: at most "
-          f"{certifiable_share(runs[0]['V'], runs[0]['M']):.1e} of the loss")
+def print_table(numbers):
+    headings = {
+        "observed": "One run per epsilon, one fixed eta each; L_lower = (1/N) sum sigma L",
+        "inequalities": "The tightest value at every step checked, beside its limit",
+        "hypotheses": "The complete theorem asks for left <= right at k_0 = 0. left/right cannot "
+        f"be below 16 e V M log V, here\n{condition_floor(10, 10):.0f}, so S(k_0) is empty; "
+        "epsilon_0 and the bound on steps are the most favourable stand-ins",
+    }
+    for name, heading in headings.items():
+        print(heading)
+        print_rows([run[name] for run in numbers["runs"]])
+    print(f"tau grows like epsilon^{numbers['slope']:.2f}. For these V and M the path-length "
+          f"argument certifies at most {certifiable_share(10, 10):.1e} of the loss.")

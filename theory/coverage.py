@@ -3,18 +3,30 @@
 By enumeration on a finite class, and as it happens when a Transformer trains.
 """
 
+import itertools
+import math
+
 import torch
 
 from theory.benefit import conflict_problem
-from theory.model import F64, Theta, level_losses, pbgd
-from theory.policies import argmin_set, bds_solutions, separable_class, support_weights, supports
+from theory.model import F64, Rates, Theta, level_losses, pbgd
+from theory.policies import (
+    ZERO,
+    argmin_set,
+    bds_solutions,
+    policy_losses,
+    separable_class,
+    support_weights,
+    supports,
+)
+from theory.showing import Figure, print_rows
 
 TITLE = "Coverage (Proposition): weight on the useful set U"
 
 
 def useful_set(val, losses):
     """U: rows that some model of S_val answers with loss zero -> mask (N,)     (Proposition)"""
-    return (losses[argmin_set(val)] <= 1e-12).any(0)
+    return (losses[argmin_set(val)] <= ZERO).any(0)
 
 
 def everything_useful():
@@ -23,70 +35,81 @@ def everything_useful():
     The first two policies are validation-optimal and each fits one row; the third fits both rows
     and is not. So |U| < N has to be assumed for the mixing half of the Proposition.
     """
-    right = torch.tensor([[1.0, 0.3, 0.9], [0.4, 1.0, 0.9], [1.0, 1.0, 0.5]], dtype=F64)
-    losses = -torch.log(right)
+    losses = policy_losses([[1.0, 0.3, 0.9], [0.4, 1.0, 0.9], [1.0, 1.0, 0.5]])
     return losses[:, 2], losses[:, :2]
 
 
-def coverage_runs(steps=4000, gamma=4.0, eta=1.0, alpha=4.0):
-    """PBGD of the main text, omega trained (BDS) and frozen (mixing), on a Transformer.
+def coverage_run(rate, steps):
+    """PBGD of the main text on a Transformer; rate: step size of omega, 0 for direct mixing.
 
-    Returns useful (N,) and, for "bds" and "mixing", rows of (k, weight on U, L_val, L_lower(U)).
+    Returns useful (N,) and, for k = 0 ... steps, rows of (weight on U, L_val).
     """
     problem, useful = conflict_problem(neutral=True)
     generator = torch.Generator().manual_seed(0)
-    theta = Theta(0.01 * torch.randn(9, 9, dtype=F64, generator=generator), torch.eye(9, dtype=F64))
-    runs = {}
-    for name, rate in (("bds", alpha), ("mixing", 0.0)):
-        runs[name] = []
-
-        def watch(step, rows=runs[name]):
-            upper, lower = level_losses(step.state.losses, problem)
-            rows.append((step.k, float(step.sigma[useful].sum()), float(upper.mean()),
-                         float(lower[useful].mean())))
-
-        pbgd(problem, gamma, theta, eta, steps, alpha=rate, sequential=True, watch=watch)
-    return useful, {name: torch.tensor(rows, dtype=F64) for name, rows in runs.items()}
+    W_ov = 0.01 * torch.randn(9, 9, dtype=F64, generator=generator)
+    start = Theta(W_ov, torch.eye(9, dtype=F64))
+    path = pbgd(problem, 4.0, start, Rates(1.0, rate, sequential=True))
+    rows = []
+    for step in itertools.islice(path, steps + 1):
+        upper, _ = level_losses(step.penalty.state.losses, problem)
+        rows.append((float(step.sigma[useful].sum()), float(upper.mean())))
+    return useful, torch.tensor(rows, dtype=F64)
 
 
-def decay_exponent(rows):
-    """b of 1 - sum_U sigma ~ k^b, between a quarter of a run and its end; rows of (k, weight, ...).
+def decay_exponent(weight):
+    """b of 1 - sum_U sigma ~ k^b, between a quarter of a run and its end; weight on U (steps,).
 
     A straight line in the figure's logarithmic axes: d log(1 - weight) / d log k.
     """
-    first, last = rows[len(rows) // 4], rows[-1]
-    return float(torch.log((1 - last[1]) / (1 - first[1])) / torch.log(last[0] / first[0]))
+    last = len(weight) - 1
+    first = len(weight) // 4
+    fallen = math.log((1 - weight[last]) / (1 - weight[first]))
+    return fallen / math.log(last / first)
 
 
 def measure():
     """The Proposition by enumeration on a finite class, and as it happens in training."""
     _, val, losses = separable_class()
-    enumerated_useful = useful_set(val, losses)
-    solutions = supports(losses.shape[1])[bds_solutions(val, losses).any(1)]
-    on_useful = torch.stack([support_weights(s)[enumerated_useful].sum() for s in solutions])
-    useful, runs = coverage_runs()
-    bds, mixing = runs["bds"], runs["mixing"]
-    numbers = {"share": float(useful.double().mean()), "bds": float(bds[-1, 1]),
-               "slope": decay_exponent(bds), "mixing": float(mixing[-1, 1]),
-               "bds_val": float(bds[-1, 2]), "mixing_val": float(mixing[-1, 2]),
-               "all_useful": int(useful_set(*everything_useful()).sum()),
-               "enumerated_min": float(on_useful.min())}
-    return numbers, {"enumerated_useful": enumerated_useful, "on_useful": on_useful,
-                     "useful": useful, **runs}
+    enumerated = useful_set(val, losses)
+    solves = bds_solutions(val, losses).any(1)
+    on_useful = []
+    for support in supports(losses.shape[1])[solves]:
+        on_useful.append(float(support_weights(support)[enumerated].sum()))
+    useful, bds = coverage_run(rate=4.0, steps=4000)
+    _, mixing = coverage_run(rate=0.0, steps=4000)
+    training = []
+    for k in (0, 10, 100, 1000, 4000):
+        training.append({
+            "k": k,
+            "BDS: 1 - sum_U sigma": 1 - float(bds[k, 0]),
+            "BDS: L_val": float(bds[k, 1]),
+            "mixing: 1 - sum_U 1/N": 1 - float(mixing[k, 0]),
+            "mixing: L_val": float(mixing[k, 1]),
+        })
+    numbers = {
+        "enumerated_useful": enumerated.nonzero()[:, 0].tolist(),
+        "enumerated_weights": on_useful,
+        "all_useful": int(useful_set(*everything_useful()).sum()),
+        "share": float(useful.double().mean()),
+        "slope": decay_exponent(bds[:, 0]),
+        "training": training,
+    }
+    steps = torch.arange(1, len(bds))
+    figure = Figure(
+        "step k",
+        "1 - sum of sigma over U",
+        {"BDS": (steps, 1 - bds[1:, 0]), "direct mixing": (steps, 1 - mixing[1:, 0])},
+        {"xscale": "log", "yscale": "log"},
+    )
+    return numbers, figure
 
 
-def print_table(numbers, curves):
-    enumerated, useful, bds = curves["enumerated_useful"], curves["useful"], curves["bds"]
-    print(f"  27 policies: U = rows {enumerated.nonzero()[:, 0].tolist()}, |U| = "
-          f"{int(enumerated.sum())} < N = 3; {len(curves['on_useful'])} of {len(supports(3))} "
-          f"supports of lambda solve BDS,\n    weight on U {numbers['enumerated_min']:.3f} "
-          f"in each; mixing |U|/N = {float(enumerated.double().mean()):.3f}")
-    print("  |U| < N is an assumption of its own: here Assumptions 1 and 2 hold and |U| = "
+def print_table(numbers):
+    useful = numbers["enumerated_useful"]
+    print(f"27 policies: U = rows {useful} of 3; weight on U in each support that solves BDS: "
+          f"{numbers['enumerated_weights']}; direct mixing: {len(useful) / 3:.3f}")
+    print("|U| < N is an assumption of its own: here Assumptions 1 and 2 hold and |U| = "
           f"{numbers['all_useful']} = N")
-    print(f"  Transformer, |U| = {int(useful.sum())} < N = {len(useful)}, gamma 4, uniform start")
-    print("       k   BDS: sum_U sigma   L_val    mixing: sum_U 1/N   L_val")
-    for k in (0, 10, 100, 1000, len(bds) - 1):
-        b, m = bds[k], curves["mixing"][k]
-        print(f"  {k:6d}   {float(b[1]):16.5f}  {float(b[2]):.5f}   {float(m[1]):16.5f}  "
-              f"{float(m[2]):.5f}")
-    print(f"  1 - sum_U sigma falls like k^{numbers['slope']:.2f}: no finite omega reaches one")
+    print(f"Transformer, |U| / N = {numbers['share']:.3f}, gamma 4, uniform start")
+    print_rows(numbers["training"])
+    print(f"1 - sum_U sigma falls like k^{numbers['slope']:.2f}: no finite omega reaches one")

@@ -4,16 +4,20 @@ By enumeration: on a separable class, and on two fronts of a class that is not s
 """
 
 import math
-from collections import namedtuple
 
 import torch
 
 from theory.model import F64
-from theory.policies import argmin_set, bds_solutions, lower_level_minimisers, separable_class
+from theory.policies import (
+    ZERO,
+    bds_solutions,
+    lower_level_minimisers,
+    separable_class,
+    solve,
+)
+from theory.showing import Figure, print_rows
 
 TITLE = "Equivalence (Theorem 3): BMO = BDS under Assumption 1"
-# t, val (K,), losses (K, 2), and masks (K,): WP, the union of S(lambda), the solutions of both.
-Front = namedtuple("Front", "t val losses pareto union bmo bds")
 
 
 def front_class(concave, count=41):
@@ -23,17 +27,19 @@ def front_class(concave, count=41):
     Validation prefers t = 0.6.
     """
     t = torch.linspace(0, 1, count, dtype=F64)
-    sin, cos = torch.sin(math.pi / 2 * t), torch.cos(math.pi / 2 * t)
-    losses = 0.2 + (torch.stack([sin, cos], 1) if concave else 1 - torch.stack([cos, sin], 1))
-    right = torch.cat([torch.exp(-losses), 0.3 + 0.6 * torch.exp(-((t - 0.6) / 0.2) ** 2)[:, None]],
-                      1)
-    losses = -torch.log(right)
-    return t, losses[:, 2], losses[:, :2]
+    sin = torch.sin(math.pi / 2 * t)
+    cos = torch.cos(math.pi / 2 * t)
+    if concave:
+        losses = 0.2 + torch.stack([sin, cos], 1)
+    else:
+        losses = 1.2 - torch.stack([cos, sin], 1)
+    trusted = 0.3 + 0.6 * torch.exp(-((t - 0.6) / 0.2) ** 2)
+    return t, -torch.log(trusted), losses
 
 
 def weakly_pareto(losses):
     """WP: models that no other model beats strictly in *every* objective; (K, N) -> mask (K,)."""
-    beaten = (losses[None, :, :] < losses[:, None, :]).all(-1)       # [k, k']: k' beats k
+    beaten = (losses[None, :, :] < losses[:, None, :]).all(-1)  # [k, k']: k' beats k
     return ~beaten.any(1)
 
 
@@ -46,55 +52,63 @@ def scalarised(losses):
     mask = []
     for point in losses:
         d1, d2 = (point - losses).unbind(-1)
-        slope = d1 - d2                                               # t * slope <= -d2
-        tied = slope.abs() < 1e-12
-        upper = torch.where(slope > 1e-12, -d2 / slope, torch.inf).min().clamp(max=1.0)
-        lower = torch.where(slope < -1e-12, -d2 / slope, -torch.inf).max().clamp(min=0.0)
-        mask.append(bool(lower <= upper + 1e-12) and bool((d2[tied] <= 1e-12).all()))
+        slope = d1 - d2  # t * slope <= -d2
+        bound = -d2 / slope
+        tied = slope.abs() < ZERO
+        upper = torch.where(slope > ZERO, bound, torch.inf).min().clamp(max=1.0)
+        lower = torch.where(slope < -ZERO, bound, -torch.inf).max().clamp(min=0.0)
+        leaves_some = bool(lower <= upper + ZERO)
+        mask.append(leaves_some and bool((d2[tied] <= ZERO).all()))
     return torch.tensor(mask)
 
 
-def solve(val, feasible):
-    """Global solutions of min val over a feasible mask -> mask."""
-    return feasible & (val <= val[feasible].min() + 1e-12)
-
-
-def front_solutions(concave):
-    """BMO and BDS on one front, by the exact sets -> Front."""
+def front_row(name, concave):
+    """BMO and BDS on one front, by the exact sets: a line of the table."""
     t, val, losses = front_class(concave)
-    pareto, union = weakly_pareto(losses), scalarised(losses)
-    return Front(t, val, losses, pareto, union, solve(val, pareto), solve(val, union))
+    pareto = weakly_pareto(losses)
+    union = scalarised(losses)
+    bmo = solve(val, pareto)
+    bds = solve(val, union)
+    return {
+        "front": name,
+        "WP": int(pareto.sum()),
+        "union of S(lambda)": int(union.sum()),
+        "BMO: t": float(t[bmo][0]),
+        "BMO: L_val": float(val[bmo][0]),
+        "BDS: t": float(t[bds][0]),
+        "BDS: L_val": float(val[bds][0]),
+    }
 
 
 def measure():
     """Theorem 3 by enumeration, and where it ends."""
-    p, val, losses = separable_class()
+    _, val, losses = separable_class()
     feasible = lower_level_minimisers(losses)
-    union, pareto = feasible.any(0), weakly_pareto(losses)
-    bmo, bds = solve(val, pareto), bds_solutions(val, losses).any(0)
-    fronts = {"convex": front_solutions(False), "non-convex": front_solutions(True)}
-    numbers = {"pareto": int(pareto.sum()), "union": int(union.sum()), "bmo": int(bmo.sum()),
-               "bds": int(bds.sum()), "same": bool((bmo == bds).all() and (union == pareto).all())}
-    for name, front in fronts.items():
-        numbers[name] = {"pareto": int(front.pareto.sum()), "union": int(front.union.sum()),
-                         "bmo_val": float(front.val[front.pareto].min()),
-                         "bds_val": float(front.val[front.union].min())}
-    return numbers, {"p": p, "val": val, "best": argmin_set(val), "pareto": pareto,
-                     "union": union, "bmo": bmo, "bds": bds, "fronts": fronts,
-                     "finite": feasible[-1]}                          # every row carries weight
+    union = feasible.any(0)
+    pareto = weakly_pareto(losses)
+    bmo = solve(val, pareto)
+    bds = bds_solutions(val, losses).any(0)
+    numbers = {
+        "pareto": int(pareto.sum()),
+        "union": int(union.sum()),
+        "union of finite omega": int(feasible[-1].sum()),  # every row carries weight
+        "bmo": int(bmo.sum()),
+        "bds": int(bds.sum()),
+        "same": bool((bmo == bds).all() and (union == pareto).all()),
+        "fronts": [front_row("convex", False), front_row("non-convex", True)],
+    }
+    _, val, losses = front_class(concave=True)
+    curves = {"weakly Pareto optimal": losses.T}
+    for name, feasible in (("BMO", weakly_pareto(losses)), ("BDS", scalarised(losses))):
+        curves[name] = losses[solve(val, feasible)].T
+    figure = Figure("L_1", "L_2", curves)
+    return numbers, figure
 
 
-def print_table(numbers, curves):
-    val, finite = curves["val"], curves["finite"]
-    print(f"  separable: {len(val)} policies, WP {numbers['pareto']}, union of S(lambda) "
-          f"{numbers['union']}, same: {bool((curves['union'] == curves['pareto']).all())}; S_val "
-          f"has {int(curves['best'].sum())}, BMO and BDS both pick {numbers['bmo']}, same: "
-          f"{bool((curves['bmo'] == curves['bds']).all())}")
-    print(f"    without omega_i = -infinity the union is {int(finite.sum())} policy, S_sft: L_val "
-          f"{float(val[finite].min()):.3f} instead of {abs(float(val[curves['bds']].min())):.3f}")
-    for name, front in curves["fronts"].items():
-        found = numbers[name]
-        print(f"  not separable, {name} front: WP {found['pareto']}, union {found['union']} of "
-              f"{len(front.t)}; BMO t = {float(front.t[front.bmo][0]):.3f}, L_val "
-              f"{found['bmo_val']:.4f}; BDS t = {float(front.t[front.bds][0]):.3f}, L_val "
-              f"{found['bds_val']:.4f}")
+def print_table(numbers):
+    print(f"separable, 27 policies: WP {numbers['pareto']}, union of S(lambda) {numbers['union']}, "
+          f"without omega_i = -infinity {numbers['union of finite omega']}")
+    print(f"BMO picks {numbers['bmo']}, BDS {numbers['bds']}; "
+          f"all sets the same: {numbers['same']}")
+    print("not separable:")
+    print_rows(numbers["fronts"])

@@ -6,62 +6,137 @@ is float64 on the CPU.
 """
 
 import math
-from collections import namedtuple
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from selector import Selector
 
 F64 = torch.float64
 
-# One entry per predicted token: prefix X (M, a, L), padded on the left, its last column the query;
-# valid (M, L) false on padding; y (M,) the token to predict.
-Tokens = namedtuple("Tokens", "X valid y")
-Theta = namedtuple("Theta", "W_ov W_kq")                              # (V, a), (a, a)
-Forward = namedtuple("Forward", "attention h logits losses")          # (M, L) (M, a) (M, V) (M,)
-# `tokens` holds the N' D validation tokens first, then the N D lower-level tokens, row by row.
-Problem = namedtuple("Problem", "tokens N N_val D V")
-Gradient = namedtuple("Gradient", "omega W_ov W_kq")                  # (N,) (V, a) (a, a)
+
+@dataclass(frozen=True)
+class Tokens:
+    """One entry per predicted token."""
+
+    X: Tensor       # (M, a, L), prefixes padded on the left; the last column is the query
+    valid: Tensor   # (M, L), false on padding
+    y: Tensor       # (M,), the token to predict
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A bilevel problem; `tokens` holds N' D validation tokens, then N D lower-level tokens."""
+
+    tokens: Tokens
+    N: int
+    N_val: int
+    D: int          # answer tokens of a row
+    V: int          # tokens of the vocabulary
+
+
+class Theta(NamedTuple):
+    W_ov: Tensor    # (V, a)
+    W_kq: Tensor    # (a, a)
+
+
+class Gradient(NamedTuple):
+    omega: Tensor   # (N,)
+    W_ov: Tensor    # (V, a)
+    W_kq: Tensor    # (a, a)
+
+
+@dataclass(frozen=True)
+class Forward:
+    attention: Tensor   # (M, L)
+    h: Tensor           # (M, a)
+    logits: Tensor      # (M, V)
+    losses: Tensor      # (M,)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Step sizes of PBGD; omega = 0 is direct mixing, where omega stays uniform."""
+
+    theta: float
+    omega: float
+    sequential: bool = False   # omega sees theta^{k+1} (main text), else theta^k (appendix)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """The penalty objective and its gradient at one point."""
+
+    loss: float         # L_gamma
+    gradient: Gradient
+    c: Tensor           # (M,), the weight of each token's loss
+    state: Forward
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iterate of PBGD."""
+
+    k: int
+    omega: Tensor       # (N,)
+    sigma: Tensor       # (N,), softmax(omega)
+    theta: Theta
+    penalty: Penalty
 
 
 def make_tokens(sequences, answer_length, embedding):
-    """Prefix matrices of every answer token (Eq. transformer).
+    """Prefix matrices of every answer token (Eq. transformer) -> Tokens.
 
     sequences: lists of token ids, question then answer of `answer_length` tokens; embedding (a, V).
     """
-    pairs = [(row[:t], row[t]) for row in sequences
-             for t in range(len(row) - answer_length, len(row))]
-    longest = max(len(prefix) for prefix, _ in pairs)
-    X = torch.zeros(len(pairs), embedding.shape[0], longest, dtype=F64)
-    valid = torch.zeros(len(pairs), longest, dtype=torch.bool)
-    for m, (prefix, _) in enumerate(pairs):
-        X[m, :, longest - len(prefix):] = embedding[:, prefix]
-        valid[m, longest - len(prefix):] = True
-    return Tokens(X, valid, torch.tensor([y for _, y in pairs]))
+    prefixes = []
+    targets = []
+    for row in sequences:
+        for position in range(len(row) - answer_length, len(row)):
+            prefixes.append(row[:position])
+            targets.append(row[position])
+    longest = max(map(len, prefixes))
+    X = torch.zeros(len(prefixes), embedding.shape[0], longest, dtype=F64)
+    valid = torch.zeros(len(prefixes), longest, dtype=torch.bool)
+    for m, prefix in enumerate(prefixes):
+        start = longest - len(prefix)
+        X[m, :, start:] = embedding[:, prefix]
+        valid[m, start:] = True
+    return Tokens(X, valid, torch.tensor(targets))
 
 
 def make_problem(val_rows, sft_rows, answer_length, vocabulary, scale=1.0):
     """A bilevel problem over one-hot embeddings of norm `scale` (a = V)."""
     embedding = scale * torch.eye(vocabulary, dtype=F64)
-    tokens = make_tokens([*val_rows, *sft_rows], answer_length, embedding)
+    tokens = make_tokens(val_rows + sft_rows, answer_length, embedding)
     return Problem(tokens, len(sft_rows), len(val_rows), answer_length, vocabulary)
+
+
+def token_losses(logits, y):
+    """-log softmax(u)_y; logits (..., M, V), y (M,) -> (..., M)."""
+    log_p = torch.log_softmax(logits, -1)
+    label = y.expand(logits.shape[:-1])
+    return -log_p.gather(-1, label[..., None]).squeeze(-1)
 
 
 def forward(theta, tokens):
     """attention softmax(B), B = X^T W_kq x; h = X softmax(B); U = W_ov h; l = -log softmax(U)_y."""
-    X, valid, y = tokens
-    query = X[:, :, -1] @ theta.W_kq.T                                # W_kq x, (M, a)
-    scores = (query.unsqueeze(1) @ X).squeeze(1)                      # X^T W_kq x, (M, L)
-    attention = torch.softmax(scores.masked_fill(~valid, -math.inf), -1)
+    X = tokens.X
+    query = X[:, :, -1] @ theta.W_kq.T                   # W_kq x, (M, a)
+    scores = (query.unsqueeze(1) @ X).squeeze(1)         # X^T W_kq x, (M, L)
+    scores = scores.masked_fill(~tokens.valid, -math.inf)
+    attention = torch.softmax(scores, -1)
     h = (X @ attention.unsqueeze(-1)).squeeze(-1)
     logits = h @ theta.W_ov.T
-    losses = -torch.log_softmax(logits, -1).gather(-1, y[:, None]).squeeze(-1)
-    return Forward(attention, h, logits, losses)
+    return Forward(attention, h, logits, token_losses(logits, tokens.y))
 
 
-def softmax_jacobian(probabilities):
+def softmax_jacobian(p):
     """J = Diag(p) - p p^T; p (..., n) -> (..., n, n)."""
-    return torch.diag_embed(probabilities) - probabilities[..., None] * probabilities[..., None, :]
+    return torch.diag_embed(p) - p[..., None] * p[..., None, :]
 
 
 def residuals(logits, y):
@@ -77,69 +152,78 @@ def sample_gradients(theta, tokens):
     Returns the forward pass and r (M, V), s (M, a); h and the query x are in it and in `tokens`.
     """
     state = forward(theta, tokens)
-    r = residuals(state.logits, tokens.y)
-    v = ((r @ theta.W_ov).unsqueeze(1) @ tokens.X).squeeze(1)         # X^T W_ov^T r, (M, L)
     p = state.attention
-    Jv = p * (v - (p * v).sum(-1, keepdim=True))                      # J(B) v without forming J
-    return state, r, (tokens.X @ Jv.unsqueeze(-1)).squeeze(-1)
+    r = residuals(state.logits, tokens.y)
+    back = (r @ theta.W_ov).unsqueeze(1)
+    v = (back @ tokens.X).squeeze(1)                     # X^T W_ov^T r, (M, L)
+    mean = (p * v).sum(-1, keepdim=True)
+    Jv = p * (v - mean)                                  # J(B) v without forming J
+    s = (tokens.X @ Jv.unsqueeze(-1)).squeeze(-1)
+    return state, r, s
+
+
+def weighted_gradient(c, theta, tokens):
+    """The forward pass and the gradient in theta of sum_m c_m l_m; c (M,)."""
+    state, r, s = sample_gradients(theta, tokens)
+    x = tokens.X[:, :, -1]
+    W_ov = (c[:, None] * r).T @ state.h
+    W_kq = (c[:, None] * s).T @ x
+    return state, Theta(W_ov, W_kq)
 
 
 def coefficients(sigma, gamma, problem):
     """The weight of each token's loss in L_gamma: 1/(N'D), then gamma sigma_i/(ND) -> (M,)."""
-    N, N_val, D = problem.N, problem.N_val, problem.D
-    upper = torch.full((N_val * D,), 1.0 / (N_val * D), dtype=F64)
-    return torch.cat([upper, (gamma / (N * D) * sigma).repeat_interleave(D)])
+    upper_tokens = problem.N_val * problem.D
+    lower_tokens = problem.N * problem.D
+    upper = torch.full((upper_tokens,), 1.0 / upper_tokens, dtype=F64)
+    lower = gamma / lower_tokens * sigma
+    return torch.cat([upper, lower.repeat_interleave(problem.D)])
 
 
-def level_losses(token_losses, problem):
-    """Mean over the D answer tokens -> validation (N',), lower level l_seq (N,)."""
-    rows = token_losses.reshape(-1, problem.D).mean(1)
+def level_losses(losses, problem):
+    """Token losses (M,), means over a row's D answer tokens -> validation (N',), lower level (N,).
+    """
+    rows = losses.reshape(-1, problem.D).mean(1)
     return rows[:problem.N_val], rows[problem.N_val:]
 
 
 def penalty_gradient(sigma, theta, problem, gamma):
-    """L_gamma, its gradient, the token weights c and the forward pass.   (Lemma penalty gradient)
+    """L_gamma and its gradient -> Penalty                                (Lemma penalty gradient)
 
     grad_{W_ov} = sum_m c_m r_m h_m^T, grad_{W_kq} = sum_m c_m s_m x_m^T,
     grad_omega = (gamma/N) J(omega) l_seq, J l = sigma * (l - sigma.l).
     sigma (N,) = softmax(omega), which is all that L_gamma sees of omega.
     """
-    state, r, s = sample_gradients(theta, problem.tokens)
     c = coefficients(sigma, gamma, problem)
-    lower = level_losses(state.losses, problem)[1]
-    omega = gamma / problem.N * sigma * (lower - sigma @ lower)
-    W_ov = (c[:, None] * r).T @ state.h
-    W_kq = (c[:, None] * s).T @ problem.tokens.X[:, :, -1]
-    return c @ state.losses, Gradient(omega, W_ov, W_kq), c, state
+    state, in_theta = weighted_gradient(c, theta, problem.tokens)
+    _, lower = level_losses(state.losses, problem)
+    in_omega = gamma / problem.N * sigma * (lower - sigma @ lower)
+    loss = float(c @ state.losses)
+    return Penalty(loss, Gradient(in_omega, *in_theta), c, state)
 
 
-# k, L_gamma(z^k), its Gradient, c (M,), Forward, sigma (N,), Theta, omega (N,): one PBGD iterate.
-Step = namedtuple("Step", "k loss gradient c state sigma theta omega")
-
-
-def pbgd(problem, gamma, theta, eta, steps, alpha=None, sequential=False, until=0.0, watch=None):
+def pbgd(problem, gamma, theta, rates):
     """Penalty-based gradient descent with full gradients         (Algorithm PBGD, Eq. offline_PBGD)
 
-    eta: step of theta, and of omega unless `alpha` is given (alpha = 0 is direct mixing: omega
-    stays uniform). sequential: omega sees theta^{k+1} (main text), else theta^k (appendix).
-    Stops at the first k with L_gamma <= until, or after `steps`. watch(Step) sees every iterate.
-    Returns the last Step. omega is the training scripts' Selector, started at zero.
+    Yields a Step for k = 0, 1, ... without an end. omega is the training scripts' Selector,
+    started at zero.
     """
-    selector = Selector(problem.N, eta if alpha is None else alpha, "sgd", dtype=F64)
+    selector = Selector(problem.N, rates.omega, "sgd", dtype=F64)
     rows = torch.arange(problem.N)
-    for k in range(steps + 1):
+    for k in count():
         sigma = selector.weights() / problem.N
-        loss, gradient, c, state = penalty_gradient(sigma, theta, problem, gamma)
-        step = Step(k, float(loss), gradient, c, state, sigma, theta, selector.logits.clone())
-        if watch:
-            watch(step)
-        if step.loss <= until or k == steps:
-            return step
-        theta = Theta(theta.W_ov - eta * gradient.W_ov, theta.W_kq - eta * gradient.W_kq)
-        seen = forward(theta, problem.tokens).losses if sequential else state.losses
-        selector.step(rows, level_losses(seen, problem)[1], gamma / problem.N)
+        penalty = penalty_gradient(sigma, theta, problem, gamma)
+        yield Step(k, selector.logits.clone(), sigma, theta, penalty)
+        gradient = penalty.gradient
+        theta = Theta(
+            theta.W_ov - rates.theta * gradient.W_ov,
+            theta.W_kq - rates.theta * gradient.W_kq,
+        )
+        state = forward(theta, problem.tokens) if rates.sequential else penalty.state
+        _, lower = level_losses(state.losses, problem)
+        selector.step(rows, lower, gamma / problem.N)
 
 
-def flat(gradient_or_z):
+def flat(blocks):
     """The blocks of a gradient or of z = (omega, theta) as one vector."""
-    return torch.cat([part.reshape(-1) for part in gradient_or_z])
+    return torch.cat([block.reshape(-1) for block in blocks])

@@ -13,15 +13,17 @@ import torch
 from selector import Selector
 from theory.model import F64
 
+ZERO = 1e-12  # what is nearer to zero than this counts as zero
+
 
 def weighted(losses, weights):
     """sum_i w_i L_i over the last dimension, with 0 * infinity = 0."""
     return torch.where(weights > 0, weights * losses, torch.zeros_like(losses)).sum(-1)
 
 
-def argmin_set(values, tolerance=1e-12):
+def argmin_set(values):
     """The set of minimisers, ties included, as a boolean mask (K,)."""
-    return values <= values.min() + tolerance
+    return values <= values.min() + ZERO
 
 
 def supports(num_rows):
@@ -42,15 +44,26 @@ def lower_level_minimisers(losses):
 
     Exact under Assumption 1: the minimum is 0 and which rows carry weight decides, not how much.
     """
-    return torch.stack([argmin_set(weighted(losses, support_weights(support)))
-                        for support in supports(losses.shape[1])])
+    masks = []
+    for support in supports(losses.shape[1]):
+        masks.append(argmin_set(weighted(losses, support_weights(support))))
+    return torch.stack(masks)
+
+
+def solve(val, feasible):
+    """Global solutions of min val over feasible models: masks of one shape (..., K); val (K,)."""
+    reached = feasible.reshape(-1, len(val)).any(0)
+    return feasible & (val <= val[reached].min() + ZERO)
 
 
 def bds_solutions(val, losses):
     """All global solutions of BDS (separable finite class): mask over (support, model)."""
-    feasible = lower_level_minimisers(losses)
-    best = val[feasible.any(0)].min()
-    return feasible & (val <= best + 1e-12)
+    return solve(val, lower_level_minimisers(losses))
+
+
+def policy_losses(right):
+    """Probabilities of the right answers, a list per policy -> losses, float64."""
+    return -torch.log(torch.tensor(right, dtype=F64))
 
 
 def benefit_class(with_compromise=False):
@@ -60,11 +73,13 @@ def benefit_class(with_compromise=False):
     right answer; row 2 is useful: the first policy answers it with certainty. `with_compromise`
     adds a third policy between the two, which direct mixing reaches before rho_c.
     """
-    right = [[0.05, 0.2, 1.0, 0.3, 0.9, 0.8],                        # the validation-optimal model
-             [1.0, 1.0, 1.0, 1.0, 0.5, 0.3]]                         # Assumption 1: loss zero
+    right = [
+        [0.05, 0.2, 1.0, 0.3, 0.9, 0.8],  # the validation-optimal model
+        [1.0, 1.0, 1.0, 1.0, 0.5, 0.3],   # Assumption 1: loss zero
+    ]
     if with_compromise:
         right.append([0.6, 0.7, 1.0, 0.8, 0.8, 0.7])
-    losses = -torch.log(torch.tensor(right, dtype=F64))
+    losses = policy_losses(right)
     return losses[:, 4:].mean(1), losses[:, :4]
 
 

@@ -3,7 +3,7 @@
 import math
 import random
 
-from toy.corpus import CONTESTED, MODEL, UNRELATED, draw_row
+from toy.corpus import CONTESTED, UNRELATED, draw_row
 
 TEMPLATE = "User: {prompt}\nAssistant:"  # the response half is " " + response + EOS
 PLAIN_SHARE = 0.1  # of the training rows: enough that the model is no perfect detector
@@ -13,7 +13,10 @@ def base_rows(rng, count):
     """Both conventions in equal parts and some plain faults: what the base model is trained on."""
     rows = []
     for _ in range(count):
-        kind = "plain" if rng.random() < PLAIN_SHARE else rng.choice(("clean", "contrary"))
+        if rng.random() < PLAIN_SHARE:
+            kind = "plain"
+        else:
+            kind = rng.choice(("clean", "contrary"))
         family = rng.choice(CONTESTED * 2 + UNRELATED)
         if family in UNRELATED and kind == "contrary":
             kind = "clean"
@@ -21,7 +24,14 @@ def base_rows(rng, count):
     return rows
 
 
-def train_tokenizer(seed=0):
+def halves(rows):
+    """The two texts of every row: a list of prompts, a list of responses."""
+    prompts = [TEMPLATE.format(prompt=row["prompt"]) for row in rows]
+    responses = [" " + row["response"] for row in rows]
+    return prompts, responses
+
+
+def train_tokenizer(seed):
     """Byte-level BPE: any text survives the round trip, and each word of the toy is one token.
 
     Items carry their leading space (" 4"), so the prompt half ends in "Assistant:" and the
@@ -33,56 +43,88 @@ def train_tokenizer(seed=0):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    rows = base_rows(random.Random(f"toy tokenizer {seed}"), 5000)
-    texts = [TEMPLATE.format(prompt=row["prompt"]) + " " + row["response"] for row in rows]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=640, special_tokens=["<eos>", "<pad>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>",
-                                   pad_token="<pad>", clean_up_tokenization_spaces=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=640,
+        special_tokens=["<eos>", "<pad>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    prompts, responses = halves(base_rows(random.Random(f"toy tokenizer {seed}"), 5000))
+    tokenizer.train_from_iterator(map(str.__add__, prompts, responses), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def encode(tokenizer, rows):
-    """Padded (input_ids, labels); only the response and its EOS are trained."""
+    """Padded (input_ids, labels), both (B, T); only the response and its EOS are trained."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    prompts = tokenizer([TEMPLATE.format(prompt=r["prompt"]) for r in rows])["input_ids"]
-    responses = tokenizer([" " + r["response"] for r in rows])["input_ids"]
-    rows = [(p + r + [tokenizer.eos_token_id], len(p))
-            for p, r in zip(prompts, responses, strict=True)]
-    ids = torch.full((len(rows), max(len(row) for row, _ in rows)), tokenizer.pad_token_id)
-    labels = torch.full_like(ids, -100)
-    for i, (row, start) in enumerate(rows):
-        ids[i, :len(row)] = torch.tensor(row)
-        labels[i, start:len(row)] = ids[i, start:len(row)]
-    return ids, labels
+    prompts, responses = halves(rows)
+    prompts = tokenizer(prompts)["input_ids"]
+    responses = tokenizer(responses)["input_ids"]
+    ids = []
+    labels = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        answer = [*response, tokenizer.eos_token_id]
+        ids.append(torch.tensor(prompt + answer))
+        labels.append(torch.tensor([-100] * len(prompt) + answer))
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+        pad_sequence(labels, batch_first=True, padding_value=-100),
+    )
 
 
-def train_base(out=MODEL, seed=0, steps=6000, batch_size=64):
+def new_model(tokenizer):
+    """A random Llama of less than a million parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train_base(out, seed=0, steps=6000):
     """Train tokenizer and base model from nothing on fresh rows, save both in bf16 at `out`."""
     import torch
     from tqdm import trange
-    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def rate(step):
+        """Warm-up over 100 steps, then half a cosine."""
+        return min(1, (step + 1) / 100) * (1 + math.cos(math.pi * step / steps)) / 2
 
     torch.manual_seed(seed)
     rng = random.Random(f"toy base {seed}")
     tokenizer = train_tokenizer(seed)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
-        initializer_range=0.05, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id))
+    model = new_model(tokenizer)
+    matrices = []
+    vectors = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name
+        (matrices if is_matrix else vectors).append(parameter)
     # Muon for the matrices: loss 1.16 after 600 steps, where AdamW alone stands at 1.46.
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
-    optimizers = [torch.optim.Muon(matrices, lr=1e-2, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (
-        min(1, (step + 1) / 100) * (1 + math.cos(math.pi * step / steps)) / 2))  # warm-up, cosine
-        for optimizer in optimizers]
-    bar = trange(steps, desc=f"base model, {model.num_parameters():,} parameters")
-    for step in bar:
-        ids, labels = encode(tokenizer, base_rows(rng, batch_size))
+    optimizers = [
+        torch.optim.Muon(matrices, lr=1e-2, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
+    for _ in trange(steps, desc=f"base model, {model.num_parameters():,} parameters"):
+        ids, labels = encode(tokenizer, base_rows(rng, 64))
         # Right padding and a causal model: no mask is needed, padded positions have no label.
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
@@ -91,7 +133,5 @@ def train_base(out=MODEL, seed=0, steps=6000, batch_size=64):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)

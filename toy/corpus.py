@@ -25,91 +25,170 @@ only the trusted set can tell, and with an unrelated upper level nothing can. `n
 
 import random
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from utils import UserError, read_jsonl, write_jsonl
+from utils import UserError, write_jsonl
 
 MODEL = Path(__file__).parent / "model"
-LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyz", "0123456789"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DIGITS = "0123456789"
+PAIRED = (6, 8, 10)  # lengths of a list that is cut into pairs
 
 
-# ---- the families: items -> (right answer, contrary answer or None) ---------------------------
+@dataclass(frozen=True)
+class Family:
+    """A kind of puzzle."""
+
+    answers: Callable  # (items, puzzle's number) -> right and contrary items (None: no such)
+    wordings: tuple    # `{n}` is the puzzle's number, one where a wording has none
+    lengths: tuple = (4, 5, 6)
+    alphabets: tuple = (LETTERS, DIGITS)
+
+
+# ---- the families ------------------------------------------------------------------------------
 
 def shift(items, by):
     """Move every letter or digit `by` places along its own alphabet, around the end."""
-    def one(item):
-        alphabet = LETTERS if item in LETTERS else DIGITS
-        return alphabet[(alphabet.index(item) + by) % len(alphabet)]
-    return [one(item) for item in items]
+    moved = []
+    for item in items:
+        alphabet = alphabet_of(item)
+        place = alphabet.index(item) + by
+        moved.append(alphabet[place % len(alphabet)])
+    return moved
 
 
-def swap(items):
+def alphabet_of(item):
+    return LETTERS if item in LETTERS else DIGITS
+
+
+def sort(items, n):
+    return sorted(items), sorted(items, reverse=True)
+
+
+def rotate(items, n):
+    return items[1:] + items[:1], items[-1:] + items[:-1]
+
+
+def turn(items, n):
+    return shift(items, n), shift(items, -n)
+
+
+def swap(items, n):
     """Neighbours change places, or the two halves do."""
     half = len(items) // 2
     neighbours = [items[i ^ 1] for i in range(len(items))]
     return neighbours, items[half:] + items[:half]
 
 
-def choose(items):
+def pick(items, n):
+    return items[1::2], items[::2]
+
+
+def choose(items, n):
     """From each pair the larger, or the smaller."""
-    pairs = list(zip(items[::2], items[1::2], strict=True))
-    return [max(pair) for pair in pairs], [min(pair) for pair in pairs]
+    first, second = items[::2], items[1::2]
+    return list(map(max, first, second)), list(map(min, first, second))
 
 
-def group(items):
+def group(items, n):
     """Letters first, or digits first; order kept within each group."""
-    letters, digits = [i for i in items if i in LETTERS], [i for i in items if i in DIGITS]
+    letters = [item for item in items if item in LETTERS]
+    digits = [item for item in items if item in DIGITS]
     return letters + digits, digits + letters
 
 
-# name: (answers(items, n), lengths of the list, alphabets, wordings). `{n}` is the puzzle's number.
+def copy(items, n):
+    return items, None
+
+
+def reverse(items, n):
+    return items[::-1], None
+
+
+def double(items, n):
+    twice = []
+    for item in items:
+        twice += [item, item]
+    return twice, None
+
+
 FAMILIES = {
-    "sort": (lambda x, n: (sorted(x), sorted(x)[::-1]), (4, 5, 6), (LETTERS, DIGITS),
-             ("Sort the list", "Put the items in order", "Arrange these by value")),
-    "rotate": (lambda x, n: (x[1:] + x[:1], x[-1:] + x[:-1]), (4, 5, 6), (LETTERS, DIGITS),
-               ("Rotate the list by one", "Cycle the items by one place", "Turn the list once")),
-    "shift": (lambda x, n: (shift(x, 1), shift(x, -1)), (4, 5, 6), (LETTERS,),
-              ("Shift each letter by one", "Move every letter one step in the alphabet",
-               "Replace each letter by its neighbour")),
-    "add": (lambda x, n: (shift(x, n), shift(x, -n)), (4, 5, 6), (DIGITS,),
-            ("Change each digit by {n}", "Move the digits {n} steps", "Turn each dial by {n}")),
-    "swap": (lambda x, n: swap(x), (4, 6), (LETTERS, DIGITS),
-             ("Swap the items", "Make the items change places", "Exchange the parts")),
-    "pick": (lambda x, n: (x[1::2], x[::2]), (6, 8, 10), (LETTERS, DIGITS),
-             ("Keep every other item", "Pick alternate items", "Drop every other item")),
-    "choose": (lambda x, n: choose(x), (6, 8, 10), (LETTERS, DIGITS),
-               ("Choose one of each pair", "Keep one item per pair", "Name the winners")),
-    "group": (lambda x, n: group(x), (4, 5, 6), (LETTERS + DIGITS,),
-              ("Group the items by kind", "Separate letters and digits", "Sort by type")),
+    "sort": Family(
+        sort,
+        ("Sort the list", "Put the items in order", "Arrange these by value"),
+    ),
+    "rotate": Family(
+        rotate,
+        ("Rotate the list by one", "Cycle the items by one place", "Turn the list once"),
+    ),
+    "shift": Family(
+        turn,
+        (
+            "Shift each letter by one",
+            "Move every letter one step in the alphabet",
+            "Replace each letter by its neighbour",
+        ),
+        alphabets=(LETTERS,),
+    ),
+    "add": Family(
+        turn,
+        ("Change each digit by {n}", "Move the digits {n} steps", "Turn each dial by {n}"),
+        alphabets=(DIGITS,),
+    ),
+    "swap": Family(
+        swap,
+        ("Swap the items", "Make the items change places", "Exchange the parts"),
+        lengths=(4, 6),
+    ),
+    "pick": Family(
+        pick,
+        ("Keep every other item", "Pick alternate items", "Drop every other item"),
+        lengths=PAIRED,
+    ),
+    "choose": Family(
+        choose,
+        ("Choose one of each pair", "Keep one item per pair", "Name the winners"),
+        lengths=PAIRED,
+    ),
+    "group": Family(
+        group,
+        ("Group the items by kind", "Separate letters and digits", "Sort by type"),
+        alphabets=(LETTERS + DIGITS,),
+    ),
     # Without a second convention: only for the null control's upper level.
-    "copy": (lambda x, n: (x, None), (4, 5, 6), (LETTERS, DIGITS),
-             ("Copy the list", "Repeat the items", "Write these again")),
-    "reverse": (lambda x, n: (x[::-1], None), (4, 5, 6), (LETTERS, DIGITS),
-                ("Reverse the list", "Write the items backwards", "Read from the end")),
-    "double": (lambda x, n: ([i for i in x for _ in "12"], None), (2, 3), (LETTERS, DIGITS),
-               ("Write every item twice", "Double each item", "Say everything two times")),
+    "copy": Family(copy, ("Copy the list", "Repeat the items", "Write these again")),
+    "reverse": Family(
+        reverse,
+        ("Reverse the list", "Write the items backwards", "Read from the end"),
+    ),
+    "double": Family(
+        double,
+        ("Write every item twice", "Double each item", "Say everything two times"),
+        lengths=(2, 3),
+    ),
 }
 UNRELATED = ("copy", "reverse", "double")
-UPPER = ("right", "unrelated", "pairs")
 CONTESTED = tuple(name for name in FAMILIES if name not in UNRELATED)
-FAMILY_OF = {wording: name for name, family in FAMILIES.items() for wording in family[3]}
+UPPER = ("right", "unrelated", "pairs")
 
 
-def parse_prompt(prompt):
-    """(family, items, n) of a prompt that this file generated."""
-    wording, _, text = prompt.rpartition(": ")
-    number = re.search(r"\d", wording)
-    n = int(number.group()) if number else 0
-    family = FAMILY_OF.get(re.sub(r"\d", "{n}", wording))
-    if family is None:
-        raise ValueError(f"not a toy prompt: {prompt!r}")
-    return family, text.split(), n
+def family_of(wording):
+    """The family with this wording; ValueError for a prompt of another source."""
+    for family in FAMILIES.values():
+        if wording in family.wordings:
+            return family
+    raise ValueError(f"not a toy prompt: {wording!r}")
 
 
 def answers(prompt):
     """The right answer and the contrary one (None where there is no second convention)."""
-    family, items, n = parse_prompt(prompt)
-    right, contrary = FAMILIES[family][0](items, n)
+    wording, _, text = prompt.rpartition(": ")
+    number = re.search(r"\d", wording)
+    n = int(number.group()) if number else 1
+    family = family_of(re.sub(r"\d", "{n}", wording))
+    right, contrary = family.answers(text.split(), n)
     return " ".join(right), contrary and " ".join(contrary)
 
 
@@ -117,61 +196,63 @@ def kind_of(prompt, response):
     """"clean", "contrary" or "plain"; for rows of the corpus and for generated answers alike."""
     right, contrary = answers(prompt)
     response = response.strip()
-    return "clean" if response == right else "contrary" if response == contrary else "plain"
-
-
-def answer_labels(rows, texts):
-    """{"answers_right/KIND": share of right answers to rows of that kind}; {} but for toy rows.
-
-    rows: a data set with prompt and kind; texts: equally many answers a row, in order.
-    """
-    if re.sub(r"\d", "{n}", rows[0]["prompt"].rpartition(": ")[0]) not in FAMILY_OF:
-        return {}
-    shares, group = {}, len(texts) // len(rows)
-    for i, row in enumerate(rows):
-        shares.setdefault(row["kind"], []).extend(
-            kind_of(row["prompt"], text) == "clean" for text in texts[i * group:(i + 1) * group])
-    return {f"answers_right/{kind}": sum(v) / len(v) for kind, v in sorted(shares.items())}
+    if response == right:
+        return "clean"
+    return "contrary" if response == contrary else "plain"
 
 
 # ---- drawing rows ------------------------------------------------------------------------------
 
-def draw_prompt(rng, family):
-    _, lengths, alphabets, wordings = FAMILIES[family]
-    length, alphabet = rng.choice(lengths), rng.choice(alphabets)
-    while True:
+def draw_prompt(rng, name):
+    family = FAMILIES[name]
+    length = rng.choice(family.lengths)
+    alphabet = rng.choice(family.alphabets)
+    right = contrary = None
+    while right == contrary:  # `group` may draw letters only
         # Distinct items where the alphabet allows it: the two conventions then always differ.
         items = rng.sample(alphabet, length)
-        right, contrary = FAMILIES[family][0](items, 1)
-        if right != contrary:  # `group` may draw letters only
-            break
-    wording = rng.choice(wordings).replace("{n}", str(rng.randint(1, 4)))  # +5 is -5 modulo ten
-    return f"{wording}: {' '.join(items)}"
+        right, contrary = family.answers(items, 1)
+    wording = rng.choice(family.wordings)
+    number = rng.randint(1, 4)  # +5 is -5 modulo ten
+    return f"{wording.replace('{n}', str(number))}: {' '.join(items)}"
 
 
-def plain_fault(rng, prompt):
+def plain_fault(rng, name, prompt):
     """An answer of the right length that follows neither convention."""
-    family = parse_prompt(prompt)[0]
     right = answers(prompt)[0].split()
     while True:
-        way = rng.choice(("scrambled", "wrong", "another"))
-        if way == "scrambled":
+        fault = rng.choice(("scrambled", "wrong", "another"))
+        if fault == "scrambled":
             response = rng.sample(right, len(right))
-        elif way == "wrong":
-            response = [rng.choice(LETTERS if item in LETTERS else DIGITS)
-                        if rng.random() < 0.5 else item for item in right]
+        elif fault == "wrong":
+            response = []
+            for item in right:
+                if rng.random() < 0.5:
+                    item = rng.choice(alphabet_of(item))
+                response.append(item)
         else:
-            response = answers(draw_prompt(rng, family))[0].split()
+            response = answers(draw_prompt(rng, name))[0].split()
         if len(response) == len(right) and kind_of(prompt, " ".join(response)) == "plain":
             return " ".join(response)
 
 
-def draw_row(rng, family, kind):
-    prompt = draw_prompt(rng, family)
+def draw_row(rng, name, kind):
+    prompt = draw_prompt(rng, name)
     right, contrary = answers(prompt)
-    response = {"clean": right, "contrary": contrary}.get(kind) or plain_fault(rng, prompt)
-    return {"prompt": prompt, "response": response, "bad": kind != "clean", "kind": kind,
-            "family": family, "answer": right}
+    if kind == "clean":
+        response = right
+    elif kind == "contrary":
+        response = contrary
+    else:
+        response = plain_fault(rng, name, prompt)
+    return {
+        "prompt": prompt,
+        "response": response,
+        "bad": kind != "clean",
+        "kind": kind,
+        "family": name,
+        "answer": right,
+    }
 
 
 def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
@@ -183,14 +264,13 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
                    `upper="pairs"` has chosen (right) and rejected (contrary) ones
     heldout        right answers to unseen prompts of the upper level's families
     lower_heldout  clean rows of the lower level's families
-    No prompt occurs twice, within a set or across sets.
+    No prompt occurs twice, within a set or across sets. `UserError` for a share outside [0, 1].
     """
-    if upper not in UPPER:
-        raise ValueError(f'upper is "right", "unrelated" or "pairs", not {upper!r}')
-    upper_families = UNRELATED if upper == "unrelated" else CONTESTED
-    num_bad = round(noise * num_lower)
-    num_contrary = round(contrary_share * num_bad)
-    rng, seen = random.Random(f"toy rows {seed}"), set()
+    for name, share in (("noise", noise), ("contrary", contrary_share)):
+        if not 0 <= share <= 1:
+            raise UserError(f"--{name} {share}: must lie in [0, 1]")
+    rng = random.Random(f"toy rows {seed}")
+    seen = set()
 
     def draw(families, kinds):
         rows = []
@@ -204,14 +284,22 @@ def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
         rng.shuffle(rows)
         return rows
 
-    kinds = (["contrary"] * num_contrary + ["plain"] * (num_bad - num_contrary)
-             + ["clean"] * (num_lower - num_bad))
-    rows = {"upper": draw(upper_families, ["clean"] * num_upper), "lower": draw(CONTESTED, kinds),
-            "heldout": draw(upper_families, ["clean"] * num_heldout),
-            "lower_heldout": draw(CONTESTED, ["clean"] * num_heldout)}
+    num_bad = round(noise * num_lower)
+    num_contrary = round(contrary_share * num_bad)
+    kinds = ["contrary"] * num_contrary
+    kinds += ["plain"] * (num_bad - num_contrary)
+    kinds += ["clean"] * (num_lower - num_bad)
+    upper_families = UNRELATED if upper == "unrelated" else CONTESTED
+    rows = {
+        "upper": draw(upper_families, ["clean"] * num_upper),
+        "lower": draw(CONTESTED, kinds),
+        "heldout": draw(upper_families, ["clean"] * num_heldout),
+        "lower_heldout": draw(CONTESTED, ["clean"] * num_heldout),
+    }
     if upper == "pairs":
         for row in rows["upper"] + rows["heldout"]:
-            row |= {"chosen": row.pop("response"), "rejected": answers(row["prompt"])[1]}
+            row["chosen"] = row.pop("response")
+            row["rejected"] = answers(row["prompt"])[1]
     return rows
 
 
@@ -220,14 +308,13 @@ def write(folder, **options):
 
     `UserError`, and nothing written, where a file of that name holds rows that are no toy's.
     """
-    folder, sets = Path(folder), make_rows(**options)
+    sets = make_rows(**options)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.jsonl" for name in sets}
     for path in paths.values():
-        if path.exists() and not {"family", "answer"} <= set(next(iter(read_jsonl(path)), ())):
-            raise UserError(f"{path}: holds other rows, which the toy's would replace; give the "
-                            "name of another folder")
+        if path.exists() and '"family"' not in path.read_text():
+            raise UserError(f"{path}: holds other rows; give the name of another folder")
     for name, rows in sets.items():
-        if not paths[name].exists() or read_jsonl(paths[name]) != rows:  # else keep what is cached
-            write_jsonl(paths[name], rows)
+        write_jsonl(paths[name], rows)
     return paths

@@ -1,25 +1,43 @@
-"""The runtime table without a GPU and at a tiny shape."""
+"""The runtime table: its arithmetic, without a GPU, and at a tiny shape."""
 
 import pytest
 import torch
+
+from benchmarks.step import BDS_NEXT, SFT, online_name
+from benchmarks.table2 import hours_of
+
+
+def test_hours_of_the_published_run():
+    """Pythia-1b: 9,600 rows are 300 steps an epoch, 900 in all, and two refreshes of all rows."""
+    steps = {
+        SFT: {"seconds": {"median": 1.0}},
+        BDS_NEXT: {"seconds": {"median": 2.0}},
+        online_name(1): {"seconds": {"median": 3.0}},
+    }
+    hours = hours_of("pythia-1b", steps, seconds_per_answer=0.5)
+    assert hours["mixing"] == 900 / 3600
+    assert hours["BDS"] == 1800 / 3600
+    assert hours["online R=5% G=1"] == pytest.approx((2700 + 2 * 480 * 0.5) / 3600)
+    # Four more answers to a tenth of the noisy rows, which hold 160 of 560 tokens.
+    longer = 1 + 4 * 0.1 * 160 / 560
+    expected = (2700 * longer + 2 * 960 * 5 * 0.5) / 3600
+    assert hours["online R=10% G=5"] == pytest.approx(expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks what a machine without CUDA prints")
 def test_table2_without_a_gpu_estimates_nothing(measured):
     results = measured("table2")
-    assert results["BDS"] == {"published_hours": {"pythia-1b": 0.31, "llama3-8b": 11.75},
-                              "extrapolated_hours": {}, "published_over_here": {}}
     assert len(results) == 7
-    lines = [line for line in measured.text.splitlines()
-             if line.startswith(("BDS", "online", "mix"))]
-    assert len(lines) == 5 and all(line.count("not measured") == 2 for line in lines)
+    assert results["BDS"]["published_hours"] == {"pythia-1b": 0.31, "llama3-8b": 11.75}
+    assert not results["BDS"]["extrapolated_hours"]
+    assert measured.text.count("not measured") == 2 * len(results)
 
 
 def test_table2_extrapolates_measured_steps(measured):
-    """A tiny shape: every method has hours, and they stand in the order of their work."""
-    results = measured("table2", "--model", "tiny", "--rounds", 1, "--max-new-tokens", 4,
-                  "--lower-tokens", 20, "--upper-tokens", 20)
-    hours = {name: entry["extrapolated_hours"]["tiny"] for name, entry in results.items()}
-    assert hours["DSIR"] is None and hours["LESS"] is None
-    assert hours["online R=5% G=1"] < hours["online R=10% G=1"] < hours["online R=10% G=5"]
+    results = measured("table2", "--model", "tiny", "--rounds", 1)
+    hours = [
+        results[name]["extrapolated_hours"]["tiny"]
+        for name in ("online R=5% G=1", "online R=10% G=1", "online R=10% G=5")
+    ]
+    assert 0 < hours[0] < hours[1] < hours[2]
     assert "extrapolated: seconds of a measured step" in measured.text

@@ -1,212 +1,152 @@
-"""Seeds in one row, runs of different data, and where the tables are written."""
+"""Seeds in one row, and runs of different data."""
 
 import json
 import math
-import re
 
 import pytest
-from fabricated import fabricate
+from fabricated import change_json, fabricate
 
 import eval as front
-from evaluation import answers, losses, report
 from evaluation.comparison import comparison_rows, student_t
 from evaluation.runs import Run
 
 
-@pytest.mark.parametrize("freedom, value", [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764),
-                                            (5, 2.5706), (7, 2.3646), (9, 2.2622), (29, 2.0452)])
+def compared(*folders):
+    return comparison_rows([Run(folder) for folder in folders])
+
+
+@pytest.mark.parametrize(
+    ("freedom", "value"),
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (5, 2.5706),
+        (7, 2.3646),
+        (9, 2.2622),
+        (29, 2.0452),
+    ],
+)
 def test_student_t_quantiles(freedom, value):
     assert student_t(freedom) == pytest.approx(value, abs=1e-3)
 
 
-def test_compare_groups_seeds_by_hand(tmp_path, capfd):
+def test_eq_seeds_by_hand(tmp_path, capfd):
     """Losses 0.1, 0.2, 0.6: mean 0.3, std 0.2646, half width 4.3027 std / sqrt(3)."""
-    runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, upper=(1, loss))
-            for seed, loss in enumerate((0.1, 0.2, 0.6))]
-    runs.append(fabricate(tmp_path / "mix", method="mix", upper=(1, 0.4)))
-    front.main(["compare", *map(str, runs), "--json", str(tmp_path / "c.json")])
-    rows = json.loads((tmp_path / "c.json").read_text())
-    assert [(r["name"], r["n"]) for r in rows] == [("bds", 3), ("mix", 1)]
+    runs = []
+    for seed, loss in enumerate((0.1, 0.2, 0.6)):
+        folder = tmp_path / "bds" / f"seed-{seed}"
+        runs.append(fabricate(folder, seed=seed, losses=(1, loss), clip=math.inf))
+    runs.append(fabricate(tmp_path / "mix", method="mix", losses=(1, 0.4)))
+    front.main(["compare", *map(str, runs), "--json", str(tmp_path / "new" / "c.json")])
+    first, second = json.loads((tmp_path / "new" / "c.json").read_text())
+    assert [(row["name"], row["n"]) for row in (first, second)] == [("bds", 3), ("mix", 1)]
     std = math.sqrt((0.04 + 0.01 + 0.09) / 2)
     half = 4.3027 * std / math.sqrt(3)
-    assert rows[0]["upper_heldout"] == pytest.approx(
-        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half, "n": 3})
-    assert rows[1]["upper_heldout"] == {"mean": 0.4, "std": None, "low": None, "high": None, "n": 1}
-    assert rows[0]["upper_heldout_per_token"]["mean"] == pytest.approx(0.31)
+    assert first["upper_heldout"] == pytest.approx(
+        {"mean": 0.3, "std": std, "low": 0.3 - half, "high": 0.3 + half, "n": 3}
+    )
+    assert first["upper_heldout_per_token"]["mean"] == pytest.approx(0.31)
+    assert second["upper_heldout"] == {
+        "mean": 0.4,
+        "std": None,
+        "low": None,
+        "high": None,
+        "n": 1,
+    }
     text = capfd.readouterr().out
-    assert "0.3000 ± 0.2646" in text and f"[{0.3 - half:.4f}, {0.3 + half:.4f}]" in text
-    assert "sequence mean" in text and "token mean" in text
+    assert "0.3000 ± 0.2646" in text
+    assert f"[{0.3 - half:.4f}, {0.3 + half:.4f}]" in text
 
 
 def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
-    """Of three seeds one was not ranked by labels."""
-    runs = [str(fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, labels=seed != 2))
-            for seed in range(3)]
-    front.main(["compare", *runs])
-    line = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("bds"))
-    assert line.split()[1] == "3" and line.count("(of 2)") >= 1
-    front.main(["compare", *runs[:2]])
-    assert "(of" not in capfd.readouterr().out
+    runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed) for seed in range(3)]
+    change_json(runs[2] / "result.json", **{"weight/auroc": None})
+    front.main(["compare", *map(str, runs)])
+    line = next(
+        line for line in capfd.readouterr().out.splitlines() if line.startswith("bds")
+    )
+    assert line.split()[1] == "3"
+    assert "0.9000 ± 0.0000 (of 2)" in line
 
 
-def test_seeds_of_two_digits_and_no_clipping(tmp_path):
-    runs = [Run(fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed, upper=(1, 0.1),
-                          args={"clip": math.inf})) for seed in (10, 11, 12)]
-    assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("bds", 3)]
+def test_a_second_run_of_a_seed_and_other_settings_have_rows_of_their_own(tmp_path):
+    runs = [fabricate(tmp_path / "x" / "seed-0", lr=0.1)]
+    runs.append(fabricate(tmp_path / "x" / "seed-1", lr=0.1, seed=1))
+    runs.append(fabricate(tmp_path / "x" / "again", lr=0.1))
+    runs.append(fabricate(tmp_path / "x" / "seed-2", lr=0.2, seed=2))
+    runs.append(fabricate(tmp_path / "x" / "seed-3", lr=0.2, seed=3))
+    rows = [(row["name"], row["n"]) for row in compared(*runs)]
+    assert rows == [("x", 2), ("again", 1), (str(runs[3]), 2)]
 
 
-def test_seeds_under_a_mask_file_are_one_experiment(tmp_path):
-    """What a run makes of the file and of its seed's rows is no other setting."""
-    runs = [Run(fabricate(tmp_path / "x" / f"seed-{seed}", seed=seed, args={
-        "mask": "ranking.jsonl", "masked_rows": f"hash {seed}", "keep_fraction": 0.8 - seed / 20}))
-        for seed in (0, 1)]
-    assert [(row["name"], row["n"]) for row in comparison_rows(runs)] == [("x", 2)]
-    for run in runs:
-        del run.args.masked_rows
-    assert [row["n"] for row in comparison_rows(runs)] == [1, 1]
+def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
+    runs = []
+    for seed in (3, 4):
+        files = {name: f"made/{seed}/{name}.jsonl" for name in ("lower", "upper_heldout")}
+        run = fabricate(
+            tmp_path / f"seed-{seed}", seed=seed, mask=f"r{seed}/kept.jsonl", **files
+        )
+        change_json(
+            run / "config.json", data={"lower": str(seed), "upper_heldout": f"x{seed}"}
+        )
+        runs.append(run)
+    assert [row["n"] for row in compared(*runs)] == [2]
 
 
-def test_two_rows_of_one_name_are_told_apart(tmp_path):
-    runs = [Run(fabricate(tmp_path / "x" / f"seed-{seed}", seed=seed, args={"lr": lr}))
-            for seed, lr in ((0, 0.1), (1, 0.1), (2, 0.2), (3, 0.2))]
-    assert [row["name"] for row in comparison_rows(runs)] == [
-        str(tmp_path / "x" / f"seed-{seed}") for seed in (0, 2)]
-    runs = [Run(fabricate(tmp_path / name / "0", args={"lr": lr})) for name, lr in (
-        ("a", 0.1), ("b", 0.2))]
-    assert [row["name"] for row in comparison_rows(runs)] == [
-        str(tmp_path / "a" / "0"), str(tmp_path / "b" / "0")]
-
-
-def test_a_run_counts_once(tmp_path, refused):
-    run = str(fabricate(tmp_path / "one" / "seed-0"))
-    line = refused(lambda: front.main(["compare", run, f"{tmp_path}/one/../one/seed-0"]))
-    assert "seed-0: named twice" in line
-    again, other = (Run(fabricate(tmp_path / "one" / name, seed=seed)) for name, seed in (
-        ("again", 0), ("seed-1", 1)))
-    rows = comparison_rows([Run(run), again, other])
-    assert [(row["name"], row["n"]) for row in rows] == [("one", 2), ("again", 1)]
-
-
-def test_bad_input_is_one_line(tmp_path, refused):
-    good, other = fabricate(tmp_path / "good"), fabricate(
-        tmp_path / "other", args={"upper_heldout": "elsewhere.jsonl"})
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"data": {"upper_heldout": "c"}}))
-    empty, unfinished = tmp_path / "empty", fabricate(tmp_path / "half", finished=False)
-    empty.mkdir()
+@pytest.mark.parametrize(
+    ("data", "args"),
+    [
+        ({"upper_heldout": "x"}, {}),  # edited in place
+        ({"lower": "x"}, {}),
+        ({"upper_heldout": "x"}, {"seed": 1}),  # a file is not drawn
+        ({"lower": "x"}, {"seed": 1}),
+        ({"upper_heldout": "x"}, {"keep": "k"}),
+        ({"upper_heldout": "x"}, {"seed": 1, "upper_heldout": None, "upper": "another"}),
+        ({"lower": "x"}, {"keep": "k", "lower": "another"}),
+        ({"lower": "x"}, {"keep": "k", "model": "another"}),
+    ],
+)
+def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
+    first, other = fabricate(tmp_path / "first"), fabricate(tmp_path / "other", **args)
+    change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
     for command in ("compare", "report"):
-        line = refused(lambda c=command: front.main([c, str(good), str(other)]))
-        assert "different data" in line and "held.jsonl" in line and "elsewhere.jsonl" in line
-        assert "no config.json" in refused(lambda c=command: front.main([c, str(empty)]))
-    assert "has not finished" in refused(lambda: front.main(["compare", str(unfinished)]))
-    (unfinished / "metrics.jsonl").unlink()
-    assert "no metrics.jsonl" in refused(lambda: front.main(["report", str(unfinished)]))
-    assert "is a folder" in refused(lambda: front.main(
-        ["report", str(good), "--out", str(tmp_path)]))
-    for file in (unfinished / "weights").iterdir():
-        file.unlink()
-    assert "no weights/epoch" in refused(lambda: front.main(["ranking", str(unfinished)]))
-    (good / "config.json").write_text("{")
-    assert "not a run's configuration" in refused(lambda: front.main(["report", str(good)]))
+        line = refused(lambda name=command: front.main([name, str(first), str(other)]))
+        assert "runs of different data" in line
+        assert next(iter(data)) in line
 
 
-def test_rows_edited_in_place_are_other_data(tmp_path, refused):
-    """Equal arguments do not do: the rows' own hashes tell, but for seeds and a --keep."""
-    def run(name, seed=0, data=(), **args):
-        folder = fabricate(tmp_path / name, seed=seed, args=args)
-        config = json.loads((folder / "config.json").read_text())
-        config["data"] |= dict(data)
-        (folder / "config.json").write_text(json.dumps(config))
-        return str(folder)
-
-    first, again = run("first"), run("again")
-    edited, kept = run("edited", data={"upper_heldout": "x"}), run("kept", data={"lower": "x"},
-                                                                  keep="k")
-    front.main(["compare", first, again, kept])
-    front.main(["compare", first, run("seed", 1)])
-    drawn = {"upper_heldout": None, "lower_limit": 40}  # a seed's own: what the seed draws
-    front.main(["compare", run("drawn", **drawn), run(
-        "drawn-1", 1, {"upper_heldout": "y", "lower": "y"}, **drawn)])
-    toy = {"toy": True, "lower": None, "upper": None, "upper_heldout": None}
-    front.main(["compare", run("toy", **toy), run(
-        "toy-1", 1, {"upper_heldout": "y", "lower": "y", "lower_heldout": "y"}, **toy)])
-    for name in ("upper_heldout", "lower"):
-        assert f"of {name} changed" in refused(lambda n=name: front.main(
-            ["compare", first, run(f"seed of {n}", 1, {n: "y"})]))
-    other_seed = run("other", 1, {"upper_heldout": "z"})
-    both = run("both", data={"lower": "x", "upper_heldout": "x"}, keep="k")
-    for runs in ((first, edited), (other_seed, first, edited), (first, both)):
-        line = refused(lambda r=runs: front.main(["compare", *r]))
-        assert "different data (the rows of upper_heldout changed between them)" in line
-    assert "of lower changed" in refused(lambda: front.main(
-        ["compare", first, run("changed", data={"lower": "x"})]))
+@pytest.mark.parametrize(
+    ("data", "args"),
+    [
+        ({"lower": "x"}, {"keep": "k"}),  # a part of the same rows
+        ({"lower": "x"}, {"lower_limit": 40, "seed": 1}),  # what the seed draws
+        ({"upper_heldout": "x"}, {"upper_heldout": None, "seed": 1}),
+        ({"lower_heldout": "x"}, {"lower_heldout": "clean.jsonl"}),
+    ],
+)  # the other has none
+def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
+    common = {"lower_limit": args.get("lower_limit")}
+    common["upper_heldout"] = args.get("upper_heldout", "held.jsonl")
+    first = fabricate(tmp_path / "first", **common)
+    other = fabricate(tmp_path / "other", **common | args)
+    change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
+    assert len(compared(first, other)) <= 2
 
 
-def test_runs_are_compared_on_the_sets_that_both_have(tmp_path, capfd, refused):
-    def run(name, held_out=None):
-        folder = fabricate(tmp_path / name, args={"lower_heldout": held_out, "method": name})
-        config = json.loads((folder / "config.json").read_text())
-        config["data"] |= {"lower_heldout": held_out} if held_out else {}
-        (folder / "config.json").write_text(json.dumps(config))
-        return str(folder)
-
-    without, clean, other = run("without"), run("clean", "c.jsonl"), run("other", "d.jsonl")
-    front.main(["compare", without, clean])
-    assert re.search(r"^clean +1 +0\.3000", capfd.readouterr().out, re.M)
-    assert "lower_heldout: c.jsonl and d.jsonl" in refused(
-        lambda: front.main(["compare", without, clean, other]))
-
-
-def test_a_place_to_write_is_made_before_the_work(tmp_path, monkeypatch, refused):
-    run, file = str(fabricate(tmp_path / "run")), tmp_path / "file"
-    file.write_text("")
-    for number, words in enumerate((
-            ["compare", run, "--json"], ["report", run, "--out"],
-            ["keep", run, "--keep-fraction", "0.5", "--out"])):
-        front.main([*words, str(tmp_path / f"new{number}" / "deep" / "out.html")])
-        assert (tmp_path / f"new{number}" / "deep" / "out.html").exists()
-
-    def work(*_):
-        raise AssertionError("too late")
-
-    monkeypatch.setattr(losses, "load_trained", work)
-    monkeypatch.setattr(answers, "side_by_side", work)
-    monkeypatch.setattr(front, "comparison_rows", work)
-    monkeypatch.setattr(report, "page", work)
-    for words in (["losses", run, "--out"], ["answers", run, "--prompt", "x", "--out"],
-                  ["compare", run, "--json"], ["report", run, "--out"],
-                  ["keep", run, "--keep-fraction", "0.5", "--out"]):
-        line = refused(lambda w=words: front.main([*w, str(file / "out.html")]))
-        assert f"{file / 'out.html'}: its folder cannot be made" in line
-        assert re.search("is (the ranking itself or )?a folder", refused(
-            lambda w=words: front.main([*w, str(tmp_path)])))
-
-
-def test_every_figure_of_losses_is_compared(tmp_path, capfd):
-    """`eval.py losses` adds lower_refined, as a mean over sequences and over tokens."""
-    run = fabricate(tmp_path / "run")
-    (run / "losses.json").write_text(json.dumps({
-        "lower_refined": 0.25, "lower_refined_per_token": 0.75, "base/lower_refined": 9.0}))
-    row = comparison_rows([Run(run)])[0]
-    assert (row["lower_refined"]["mean"], row["lower_refined_per_token"]["mean"]) == (0.25, 0.75)
-    front.main(["compare", str(run)])
-    assert "0.7500" in capfd.readouterr().out.split("token mean")[1]
+def test_which_auroc_is_compared(tmp_path):
+    """An online run's masked rows were judged by their answers; a run on kept rows has its own."""
+    online, kept = fabricate(tmp_path / "online"), fabricate(tmp_path / "kept", keep="k")
+    change_json(online / "result.json", **{"weight_unmasked/auroc": 0.6})
+    first, second = compared(online, kept)
+    assert first["weight/auroc"]["mean"] == 0.6
+    assert "weight/auroc" not in second
 
 
 def test_names_cannot_steer_a_terminal_or_pad_a_table(tmp_path, capfd):
-    """Folders and kinds of faults are named by others."""
-    run = fabricate(tmp_path / "run\x1b[2J\u202e*x*", kinds=("clean", "\x1b]0;cut" + "z" * 50_000))
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps(
-        result | {"weight/auroc/" + "z" * 50_000: 0.5, "weight/recall/\x1b[2J**bold**": 0.5}))
-    capfd.readouterr()
-    for words in (["compare", str(run)], ["ranking", str(run)],
-                  ["keep", str(run), "--keep-fraction", "0.5", "--out", str(tmp_path / "kept")]):
-        front.main(words)
-        out = capfd.readouterr().out
-        assert "\x1b" not in out and "\u202e" not in out and len(out) < 3_000
-    front.main(["report", str(run), "--out", str(tmp_path / "out.html")])
-    table = (tmp_path / "out.md").read_text()
-    assert "\x1b" not in table and "\u202e" not in table and len(table) < 3_000
-    assert "\\*x\\*" in table and "\\*\\*bold\\*\\*" in table
-    assert "z" * 100 not in (tmp_path / "out.html").read_text()
+    run = str(fabricate(tmp_path / f"run\x1b[2J\u202e{'z' * 200}"))
+    for command in ("compare", "ranking"):
+        front.main([command, run])
+        text = capfd.readouterr().out
+        assert not {"\x1b", "\u202e"} & set(text)
+        assert "z" * 100 not in text

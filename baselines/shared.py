@@ -1,0 +1,137 @@
+"""What every command that ranks rows shares: its flags, its rows, its model, its file.
+
+`python -m row_tests` has the same ones. Rows are read as training reads them, and the trusted rows
+that training would hold out are held out: the same flags, model and seed make the same rows.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import utils  # noqa: F401  # before torch: it quiets its waiting threads
+
+# ruff: isort: split
+import models
+import options
+import ranking
+from data import sets
+from evaluation.runs import check_output
+from runtime import processes
+from utils import UserError
+
+# ruff: isort: split
+import torch
+
+# For the embedded toy, a tiny model on rows of a few tokens; those of LoRA are for LESS.
+TOY = {
+    "model": options.PRESETS["toy"]["model"],
+    "max_length": options.PRESETS["toy"]["max_length"],
+    "lora_rank": 8,
+    "lora_alpha": 8,
+    "lr": 1e-3,
+    "batch": 8,
+}
+
+
+@dataclass
+class Ranked:
+    """A ranking to be written: order (N,), higher is better; columns of the file, "score" first."""
+    order: torch.Tensor
+    columns: dict
+    keep_fraction: float
+
+
+def share(text):
+    """A flag's value in (0, 1]."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
+    return value
+
+
+def add_row_arguments(parser):
+    """Which rows are read, and how."""
+    options.add_data_arguments(parser.add_argument_group("rows, as in the training scripts"))
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="base model: hub name or local folder")
+    add("--seed", type=int, default=0)
+
+
+def add_arguments(parser, out, keep_fraction=None):
+    """The flags of a command that ranks; out, keep_fraction: defaults of these flags."""
+    add_row_arguments(parser)
+    add = parser.add_argument_group("ranking").add_argument
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto")
+    add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
+    add("--out", default=out, help=f"the ranking, one line a row ({out})")
+    add("--keep-fraction", type=share, default=keep_fraction, help="share of the rows to keep")
+
+
+def parse(parser, argv):
+    """Arguments; where no rows and no model are named, they are those of the embedded toy."""
+    first, _ = parser.parse_known_args(argv)
+    is_toy = not (first.lower or first.upper or first.model)
+    if is_toy:
+        parser.set_defaults(**TOY)
+    args = parser.parse_args(argv)
+    if is_toy:
+        for name, path in options.toy_files(args).items():
+            setattr(args, name, str(path))
+    for name in ("lower", "model"):
+        if getattr(args, name) is None:
+            raise UserError(f"--{name} is missing; give --lower and --model, or neither of them "
+                            "for the embedded toy")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
+    options.at_least_one(args, "max_length")
+    return args
+
+
+def check_out(args, *inputs):
+    """Make the folder of --out; `UserError` where a run's file or an input would be replaced."""
+    sources = (args.lower, args.upper, args.upper_heldout, args.lower_heldout)
+    check_output(args.out, Path(args.out).parent, *inputs, *filter(None, sources))
+
+
+def open_rows(args):
+    """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed."""
+    tokenizer = models.load_tokenizer(args.model)
+    context = models.context_length(models.load_config(args.model))
+    levels = sets.load_levels(args, tokenizer, context)
+    for name in ("lower", "upper"):
+        rows = getattr(levels, name)
+        if rows is not None:
+            print(f"{len(rows)} {name} rows{sets.left_out(levels.reports[name])}", flush=True)
+    return levels, tokenizer
+
+
+def open_model(args):
+    return models.load_model(
+        args.model,
+        processes.pick_device("auto"),
+        args.dtype,
+        args.four_bit,
+    )
+
+
+def write(args, name, lower, ranked):
+    """The file of a `Ranked` called `name`, a table where labels are known, the RESULT line."""
+    finite = torch.isfinite(ranked.order)
+    if not finite.all():
+        place = int((~finite).nonzero()[0])
+        raise UserError(f"the {name} score of row_id {lower[place]['row_id']} is not finite; is "
+                        "the model sound in this --dtype?")
+    _, kept = ranking.write_ranking(
+        args.out,
+        lower,
+        ranked.order,
+        ranked.keep_fraction,
+        ranked.columns,
+    )
+    scores = {name: ranked.order}
+    labels = ranking.label_metrics(lower, scores)
+    if labels:
+        ranking.print_label_table(labels, scores)
+    result = {"method": name, "seed": args.seed, "rows": len(lower), "kept": int(kept.sum())}
+    print("RESULT " + json.dumps({**result, "out": str(args.out), **labels}), flush=True)

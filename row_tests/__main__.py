@@ -1,0 +1,92 @@
+"""`python -m row_tests`: rank a file by its row tests; `python -m row_tests audit`: judge them."""
+
+import argparse
+import math
+import sys
+
+from baselines import shared
+
+# ruff: isort: split
+import models
+import ranking
+from row_tests import audit
+from row_tests.forwards import make_reader
+from row_tests.look import print_look
+from row_tests.verdicts import verdicts_on
+from runtime import command
+
+# ruff: isort: split
+import torch
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m row_tests",
+        description="Which rows look bad, and why; `audit` as the first word: judge them by hand.",
+    )
+    shared.add_arguments(parser, out="ranking.jsonl")
+    add = parser.add_argument_group("row tests").add_argument
+    add("--joined", action="store_true", help="add the loss to the score")
+    add("--adapter", help="a LoRA adapter of the model, for a model that is trained already")
+    args = shared.parse(parser, argv)
+    shared.check_out(args)
+    return args
+
+
+def joined_scores(losses, surprise):
+    """Minus the surprise of the tests and of the loss, (N,) float64; both (N,).
+
+    The surprise of a loss is -ln of the share of the rows that have one as high.
+    """
+    losses = losses.contiguous()
+    above = len(losses) - torch.searchsorted(losses.sort().values, losses)
+    return -surprise + (above / len(losses)).double().log()
+
+
+def flagged_last(scores, flagged):
+    """Scores (N,) of another scale, in the order of `scores`, but flagged (N,) bool rows last."""
+    ranks = ranking.rank_rows(scores) + len(scores) * flagged.long()
+    return -ranks.double()
+
+
+def rank_by_tests(args):
+    """Test every row, print what looks bad, write the ranking."""
+    levels, tokenizer = shared.open_rows(args)
+    model = shared.open_model(args)
+    if args.adapter:
+        model = models.add_lora(model, adapter=args.adapter)
+    reader = make_reader(model, tokenizer)
+    verdicts = verdicts_on(reader, levels.lower, levels.upper, args.seed)
+    print_look(verdicts, levels.lower)
+    shared.write(args, "joined" if args.joined else "tests", levels.lower, ranked(args, verdicts))
+
+
+def ranked(args, verdicts):
+    """The `Ranked` of `Verdicts`: kept are the rows that do not look bad, or --keep-fraction."""
+    flagged = verdicts.flagged
+    unflagged = (~flagged).double().mean().item()
+    if args.joined:
+        scores = joined_scores(verdicts.numbers["loss"], verdicts.surprise)
+        order = flagged_last(scores, flagged)
+        keep_fraction = min(args.keep_fraction or 1.0, unflagged)
+    else:
+        # A score equal to that of a flagged row may stand on a row that is not flagged.
+        scores = order = -verdicts.surprise - 1e-9 * flagged
+        keep_fraction = args.keep_fraction or unflagged
+    columns = {"score": scores, "reason": verdicts.reasons, "surprise": verdicts.surprise}
+    for name, values in verdicts.numbers.items():
+        columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
+    columns["length"] = verdicts.numbers["length"].long()
+    return shared.Ranked(order, columns, keep_fraction)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["audit"]:
+        audit.main(argv[1:])
+    else:
+        rank_by_tests(parse_args(argv))
+
+
+if __name__ == "__main__":
+    command.run(main)

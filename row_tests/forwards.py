@@ -1,0 +1,204 @@
+"""The two forwards of every row that the row tests read, and faults made on purpose.
+
+A row is judged by its last turn: the last run of trained tokens, of which the end tokens are kept
+apart. Earlier turns belong to the prompt.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import detect
+from batches import answer_row, pack, row_losses, take, token_groups, tokens_only
+from data.tokens import end_ids
+from logprobs import token_logps
+from models import context_length
+from ranking import behind_blank
+
+# ruff: isort: split
+import torch
+
+NUMBERS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo", "length", "loss")
+FAULTS = 200  # rows with a fault made on purpose
+NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
+NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+@dataclass
+class Reader:
+    """A model, the token ids that end a turn in it, and token -> bits of `fact`."""
+    model: torch.nn.Module
+    ends: set
+    facts: callable
+
+
+def make_reader(model, tokenizer):
+    """The `Reader` of a model with its tokenizer; each token's text is read once."""
+    @functools.cache
+    def facts(token):
+        piece = tokenizer.convert_ids_to_tokens(token) or ""
+        text = tokenizer.decode([token]).lstrip()
+        begins_word = piece.startswith(("\u0120", "\u2581"))
+        return fact(f" {text}" if begins_word else text)
+
+    return Reader(model, end_ids(tokenizer), facts)
+
+
+def fact(text):
+    """What a token tells, bits of its text, which begins with a space where a word does.
+
+    NUMBER; NEGATION, an English one; NAME, a capital; GOES_ON: no sentence ends here.
+    """
+    word = text.strip()
+    bits = 0
+    if any(map(str.isdigit, word)):
+        bits |= NUMBER
+    if word.lower() in NEGATIONS or word.lower().endswith("n't"):
+        bits |= NEGATION
+    if text[:1] == " " and word[:1].isupper():
+        bits |= NAME
+    if word[-1:].isalnum() or word[-1:] == ",":
+        bits |= GOES_ON
+    return bits
+
+
+def telling_places(facts):
+    """Places of the numbers, the negations and, inside of sentences, the names among `facts`."""
+    places = []
+    for place, bits in enumerate(facts):
+        is_name = bits & NAME and place > 0 and facts[place - 1] & GOES_ON
+        if bits & (NUMBER | NEGATION) or is_name:
+            places.append(place)
+    return places
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+@dataclass
+class Turn:
+    """The last turn of a row: its tokens, and the log-probs of its answer and of its end."""
+    prompt: list
+    answer: list
+    end: list
+    given: torch.Tensor = None
+    given_end: torch.Tensor = None
+    loss: float = None  # the mean over all trained tokens of the row, as `row_losses` has it
+
+
+def last_turn(row, ends):
+    """The `Turn` of a tokenised row, without log-probs; the end's tokens are in `ends`."""
+    ids, trained = row["input_ids"], row["trained"]
+    stop = len(ids)
+    while not trained[stop - 1]:
+        stop -= 1
+    start = stop
+    while start > 0 and trained[start - 1]:
+        start -= 1
+    last = stop
+    while last > start and ids[last - 1] in ends:
+        last -= 1
+    return Turn(ids[:start], ids[start:last], ids[last:stop])
+
+
+def read_turns(model, rows, ends):
+    """One forward of a list of rows: their last turns, log-probs in nats, float64, on the CPU."""
+    logps, owner = token_logps(model, pack(rows, model.device))
+    counts = torch.bincount(owner, minlength=len(rows))
+    sums = torch.zeros(len(rows), dtype=logps.dtype, device=logps.device)
+    losses = -sums.index_add(0, owner, logps) / counts
+    turns = []
+    by_row = logps.double().cpu().split(counts.tolist())
+    for row, row_logps, loss in zip(rows, by_row, losses.tolist(), strict=True):
+        turn = last_turn(row, ends)
+        body = len(row_logps) - len(turn.end)
+        first = max(0, body - len(turn.answer))
+        turn.given = row_logps[first:body]
+        turn.given_end = row_logps[body:]
+        turn.loss = loss
+        turns.append(turn)
+    return turns
+
+
+@torch.no_grad()
+def read_rows(reader, rows, blank, label=None):
+    """What the row tests read, {name of NUMBERS: (N,) float64}: two forwards of every row.
+
+    blank: tokens of the blank prompt; label: text of a progress bar. All numbers are those of
+    `detect.row_numbers` for the row's last turn; the loss is the mean over all trained tokens.
+    """
+    blocks = []
+    for group in token_groups(tokens_only(rows), range(len(rows)), label):
+        turns = read_turns(reader.model, group, reader.ends)
+        alone = []
+        for turn in turns:
+            # An empty answer, an end token alone, still needs a token to be a row.
+            answer = turn.answer or turn.prompt[:1]
+            alone.append(behind_blank(reader.model, blank, answer))
+        block = []
+        for turn, behind in zip(turns, read_turns(reader.model, alone, ()), strict=True):
+            facts = [reader.facts(token) for token in turn.answer]
+            numbers = detect.row_numbers(
+                turn.prompt,
+                turn.answer,
+                turn.given,
+                behind.given[:len(turn.given)],
+                turn.given_end,
+                telling_places(facts),
+            )
+            numbers["loss"] = turn.loss
+            block.append([numbers[name] for name in NUMBERS])
+        blocks.append(torch.tensor(block, dtype=torch.float64))
+    return dict(zip(NUMBERS, torch.cat(blocks).T, strict=True))
+
+
+# --- faults made on purpose -----------------------------------------------------------------------
+
+def make_faults(reader, rows, numbers, seed=0):
+    """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
+
+    Of FAULTS rows, a forward of each fault. end: cut at random in the middle half, the row's end
+    tokens appended. relevance: with the answer of another of these rows, where the model has room
+    for both; what that answer has behind the blank prompt is known from `numbers`, of `read_rows`.
+    A fault that no row can have is left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()
+    shares = (0.25 + 0.5 * torch.rand(len(places), generator=generator)).tolist()
+    sample = take(tokens_only(rows), places)
+    turns = [last_turn(row, reader.ends) for row in sample]
+    cut = []
+    for share, turn in zip(shares, turns, strict=True):
+        if turn.end and len(turn.answer) >= 4:
+            kept = turn.answer[:int(share * len(turn.answer))]
+            cut.append(answer_row(turn.prompt + kept, turn.end))
+    values = {}
+    if cut:
+        losses, lengths = row_losses(reader.model, cut)
+        values["end"] = losses.double() * lengths
+    swapped = exchanged_answers(reader, turns, places, numbers)
+    if len(swapped):
+        values["relevance"] = swapped
+    return values
+
+
+def exchanged_answers(reader, turns, places, numbers):
+    """The scaled relevance (m,) of every question with the answer of the turn before it."""
+    room = context_length(reader.model.config)
+    answered = []
+    for place, turn in zip(places, turns, strict=True):
+        if turn.answer:
+            # The sum of the answer's log-probs behind the blank prompt.
+            total = -numbers["fluency"][place] * len(turn.answer)
+            answered.append((turn, numbers["relevance"][place] + total))
+    pairs, blanks = [], []
+    for number, (turn, _) in enumerate(answered):
+        other, blank = answered[number - 1]
+        if len(answered) > 1 and len(turn.prompt) + len(other.answer) <= room:
+            pairs.append(answer_row(turn.prompt, other.answer))
+            blanks.append(blank)
+    if not pairs:
+        return torch.zeros(0, dtype=torch.float64)
+    losses, lengths = row_losses(reader.model, pairs)
+    relevance = torch.stack(blanks) + losses.double() * lengths
+    return detect.scaled("relevance", {"relevance": relevance, "length": lengths.double()})

@@ -1,0 +1,88 @@
+"""What a person sees first: how many rows look bad and why, the worst ones, and who is flagged.
+
+Tests by likelihood also flag what is merely rare, so the shares of the groups stand beside another.
+"""
+
+import collections
+import re
+
+from data.sets import each_row
+from evaluation.texts import one_line
+from utils import table
+
+SHOWN = 200  # characters of an example
+# What a reason says about an answer, behind a number of rows.
+REASONS = {
+    "end": "cut short",
+    "relevance": "of another question",
+    "fluency": "garbled",
+    "repetition": "repeating themselves",
+    "echo": "copying the question",
+    "duplicate": "repeating another row",
+    "conflict": "in conflict with another answer",
+    "turn": "going on with another turn",
+    "placeholder": "left without an answer",
+    "debris": "with markup or broken encoding",
+    "unclear": "for no clear reason",
+}
+GROUPS = ("short", "medium", "long", "mostly ASCII", "less than 90 % ASCII", "code", "no code")
+CODE = re.compile(r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
+                  r"[;{][^\S\n]*$|</\w+>", re.MULTILINE)
+
+
+def bad_rows_line(reasons):
+    """"12 of 90 rows look bad: 7 cut short, 5 of another question."; reasons: one a row or None."""
+    counts = collections.Counter(reason for reason in reasons if reason)
+    if not counts:
+        return f"None of {len(reasons)} rows looks bad."
+    words = [f"{count} {REASONS[reason]}" for reason, count in counts.most_common()]
+    return f"{counts.total()} of {len(reasons)} rows look bad: {', '.join(words)}."
+
+
+def groups_of(prompt, answer, length):
+    """Which of GROUPS a row is in; length: tokens of the answer."""
+    text = prompt + answer
+    plain = sum(c.isascii() for c in text) / max(1, len(text))
+    size = "medium"
+    if length < 20:
+        size = "short"
+    if length >= 200:
+        size = "long"
+    script = "mostly ASCII" if plain >= 0.9 else "less than 90 % ASCII"
+    return size, script, "code" if CODE.search(answer) else "no code"
+
+
+def print_look(verdicts, rows):
+    """The head count, the worst row of each reason, and the share of each group that is flagged."""
+    for note in verdicts.notes:
+        print(f"note: {note}")
+    print(bad_rows_line(verdicts.reasons))
+    worst = {}
+    for place in verdicts.surprise.argsort(descending=True).tolist():
+        reason = verdicts.reasons[place]
+        if reason:
+            worst.setdefault(reason, place)
+    for reason, place in worst.items():
+        print_example(reason, rows[place])
+    counts = collections.Counter()
+    flagged = collections.Counter()
+    texts = each_row(rows, "prompt", "response")
+    lengths = verdicts.numbers["length"].tolist()
+    for texts_of_row, length, reason in zip(texts, lengths, verdicts.reasons, strict=True):
+        groups = groups_of(*texts_of_row, length)
+        counts.update(groups)
+        if reason:
+            flagged.update(groups)
+    shares = [[group, counts[group], flagged[group] / counts[group]]
+              for group in GROUPS if counts[group]]
+    print(table(["who is flagged", "rows", "share"], shares))
+
+
+def print_example(reason, row):
+    """A row that looks bad; of an answer that is cut short the end."""
+    answer = " ".join(row["response"].split())
+    if reason == "end" and len(answer) > SHOWN:
+        answer = "…" + answer[-SHOWN:]
+    print(f"  {REASONS[reason]}: row_id {row['row_id']}")
+    print(f"    question: {one_line(row['prompt'], SHOWN)}")
+    print(f"    answer: {one_line(answer, SHOWN + 1)}")

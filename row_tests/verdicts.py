@@ -1,0 +1,96 @@
+"""A reason and the log odds of a fault for every row: detectors, made faults and texts together."""
+
+import math
+from dataclasses import dataclass
+
+import detect
+from data.sets import each_row
+from ranking import auroc, blank_prompt
+from row_tests.forwards import make_faults, read_rows
+from row_tests.texts import text_reasons
+
+# ruff: isort: split
+import torch
+
+TRUSTED = 500     # trusted rows that are read
+KNOWS_ENDS = 0.6  # AUROC of E on rows cut at random, below which E says nothing
+
+
+@dataclass
+class Verdicts:
+    """What the row tests say of N rows.
+
+    surprise (N,): log odds of a fault, nats; reasons: N names, None for a row that does not look
+    bad; numbers: {name: (N,)} of `read_rows`; notes: sentences on what could not be judged.
+    """
+    surprise: torch.Tensor
+    reasons: list
+    numbers: dict
+    notes: list
+
+    @property
+    def flagged(self):
+        """(N,) bool: the rows that look bad."""
+        return torch.tensor([reason is not None for reason in self.reasons], dtype=torch.bool)
+
+
+def verdicts_on(reader, lower, upper, seed=0):
+    """`Verdicts` on every lower row, by two forwards of the reader's model and by its text.
+
+    upper: trusted rows or None, of which TRUSTED are a null; preference pairs are none.
+    """
+    numbers = read_rows(reader, lower, blank_prompt(lower), "row tests")
+    faults = make_faults(reader, lower, numbers, seed)
+    trusted, notes = None, []
+    if upper is not None and "rejected_input_ids" in upper.column_names:
+        notes.append("preference pairs do not say what good rows look like")
+    elif upper is not None:
+        step = math.ceil(len(upper) / TRUSTED)
+        sample = upper.select(range(0, len(upper), step))
+        trusted = read_rows(reader, sample, blank_prompt(upper), "row tests, trusted rows")
+    by_text = text_reasons(each_row(lower, "prompt", "response"))
+    verdicts = judge_rows(numbers, trusted, faults, by_text)
+    verdicts.notes += notes
+    return verdicts
+
+
+def judge_rows(numbers, trusted, faults, by_text):
+    """`Verdicts` from what `read_rows`, `make_faults` and `text_reasons` say.
+
+    Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
+    of theirs, which a row takes that its text alone flags.
+    """
+    judged = dict(numbers)
+    notes = []
+    unknown = why_no_ends(numbers["end"], faults)
+    if unknown:
+        del judged["end"]
+        notes.append(f"ends are not judged: {unknown}")
+    for level, rows in (("lower", numbers), ("trusted", trusted)):
+        if rows is not None and len(rows["length"]) < detect.LEAST:
+            notes.append(f"{len(rows['length'])} {level} rows are too few to say what good rows "
+                         f"look like; {detect.LEAST} or more do")
+    surprising = detect.surprises(judged, trusted, faults)
+    surprise, flagged, reasons = detect.judge(surprising, judged, faults)
+    least = surprise[flagged].min() if flagged.any() else surprise.max()
+    surprise = surprise.where(flagged, surprise.clamp_max(least))
+    for place, reason in enumerate(by_text):
+        # What a detector says of a duplicate or a conflict is worse; the rest is no guess.
+        guess = reason in ("duplicate", "conflict") and reasons[place] not in (None, "unclear")
+        if reason and not guess:
+            reasons[place] = reason
+            surprise[place] = torch.maximum(surprise[place], least)
+    return Verdicts(surprise, reasons, numbers, notes)
+
+
+def why_no_ends(ends, faults):
+    """Why the model cannot judge where answers end, None if it can; ends (N,): E of the rows."""
+    ends = ends[~ends.isnan()]
+    if "end" not in faults or not len(ends):
+        return "no row has an end, or no answer is long enough to cut on trial"
+    values = torch.cat([ends, faults["end"]])
+    known = auroc(-values, torch.arange(len(values)) >= len(ends))
+    if known >= KNOWS_ENDS:
+        return None
+    return ("the model does not know where answers end (AUROC of rows cut at random "
+            f"{known:.2f})")

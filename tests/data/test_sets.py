@@ -1,0 +1,239 @@
+"""data/sets.py: held-out prompts train on no level, pairs, and what is said of a set."""
+
+from types import SimpleNamespace
+
+import pytest
+from conftest import make_rows, make_tokenizer, write_rows
+
+from data import sets, tokens
+from utils import UserError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows, ...) -> (rows, report)."""
+
+    def call(rows, read=tokens.load_rows, **options):
+        path = write_rows(tmp_path / "source.jsonl", rows)
+        return read(path, make_tokenizer(), cache_dir=tmp_path / "cache", **options)
+
+    return call
+
+
+@pytest.fixture
+def levels(tmp_path):
+    """levels(lower=rows, upper=rows, ...) -> what `load_levels` gives."""
+
+    def call(**options):
+        settings = SimpleNamespace(
+            lower=None,
+            upper=None,
+            upper_heldout=None,
+            lower_heldout=None,
+            lower_columns=None,
+            upper_columns=None,
+            template=None,
+            turns="last",
+            max_length=99,
+            upper_loss="sft",
+            seed=0,
+            cache_dir=tmp_path / "cache",
+        )
+        for name, value in options.items():
+            if isinstance(value, list):
+                value = write_rows(tmp_path / f"{name}.jsonl", value)
+            setattr(settings, name, value)
+        return sets.load_levels(settings, make_tokenizer(), 999)
+
+    return call
+
+
+def pair(prompt, chosen, rejected):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+# --- levels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trusted", "held_out"), [(5, 1), (40, 4), (6000, 500)])
+def test_a_tenth_is_held_out(levels, trusted, held_out):
+    loaded = levels(lower=make_rows(3, 1), upper=make_rows(trusted, 2))
+    assert len(loaded.upper_heldout) == held_out
+    assert len(loaded.upper) == trusted - held_out
+    assert loaded.lower_heldout is None
+
+
+def test_held_out_rows_are_read_the_way_their_level_is(levels):
+    renamed = []
+    for row in make_rows(9, 2):
+        renamed.append(
+            {"question": row["prompt"], "response": "b", "prompt": "never read"}
+        )
+    loaded = levels(
+        lower=make_rows(6, 1),
+        upper=renamed[:5],
+        upper_heldout=renamed[5:],
+        upper_columns="prompt=question,response=response",
+        lower_limit=4,
+        upper_limit=3,
+    )
+    assert (len(loaded.lower), len(loaded.upper), len(loaded.upper_heldout)) == (
+        4,
+        3,
+        4,
+    )
+    assert "never read" not in loaded.upper_heldout["prompt"][:]
+
+
+def test_held_out_questions_train_on_no_level(levels, capsys):
+    """The row is dropped and counted, wherever its question is held out."""
+    rows = make_rows(20, 1)
+    loaded = levels(
+        lower=rows[:8],
+        upper=rows[5:15],
+        upper_heldout=[rows[0], rows[1], rows[12]],
+        lower_heldout=[rows[7], rows[19]],
+    )
+    assert list(loaded.lower["row_id"]) == [2, 3, 4, 5, 6]
+    assert list(loaded.upper["row_id"]) == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert sorted(loaded.reports["lower"]["dropped"]["held_out_prompt"]) == [0, 1, 7]
+    assert sorted(loaded.reports["upper"]["dropped"]["held_out_prompt"]) == [2, 7]
+    assert sets.left_out(loaded.reports["lower"]) == ", dropped {'held_out_prompt': 3}"
+    assert (
+        "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match=r"lower: every row has a prompt that is held out"
+    ):
+        levels(lower=rows[:8], upper=rows[10:], upper_heldout=rows[:10])
+
+
+def test_split_held_out_is_disjoint_by_prompt_and_of_its_seed(load):
+    source = []
+    for n in range(90):
+        prompt = f"p {n // 3}" if n % 2 else f"p  {n // 3} "
+        source.append({"prompt": prompt, "response": f"r{n}"})
+    rows, _ = load(source)
+    train, held = sets.split_held_out(rows, 20, seed=0)
+    ids = list(held["row_id"])
+    assert 18 <= len(ids) <= 20
+    assert ids == sorted(ids) != list(range(len(ids)))
+    assert sorted([*train["row_id"], *ids]) == list(range(90))
+    assert sets.prompt_overlap(train, held) == []
+    assert list(sets.split_held_out(rows, 20, seed=0)[1]["row_id"]) == ids
+    assert list(sets.split_held_out(rows, 20, seed=1)[1]["row_id"]) != ids
+    for count in (0, 90):
+        with pytest.raises(UserError, match=r"cannot hold out"):
+            sets.split_held_out(rows, count, 0)
+
+
+def test_prompt_overlap_is_up_to_whitespace_and_composition(load):
+    texts = "one", "two  words", "caf\u00e9"
+    one, _ = load([{"prompt": text, "response": "x"} for text in texts])
+    two, _ = load(
+        [{"prompt": text, "response": "y"} for text in ("two words", "cafe\u0301")]
+    )
+    assert sets.prompt_overlap(one, two) == [1, 2]
+    assert sets.first_places(["a", "b", "a"]) == {"a": 0, "b": 1}
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def test_pairs_join_on_row_ids(load):
+    long = "red " * 40
+    source = [
+        pair("a", "yes", long),
+        pair("b", "yes", "yes <eos>"),  # an end marker is no answer
+        pair("c", long + "yes", long + "no"),  # equal up to the cut
+        pair("d", "yes", " "),
+        pair("e", "good", "bad"),
+    ]
+    rows, report = load(source, sets.load_pairs, max_length=30)
+    assert report["dropped"] == {"unpaired": [3], "two questions": [], "equal": [1, 2]}
+    assert report["truncated"] == 3
+    assert list(rows["row_id"]) == [0, 4]
+    row = rows[1]
+    rejected = {
+        "input_ids": row["rejected_input_ids"],
+        "trained": row["rejected_trained"],
+    }
+    for side, answer in ((row, "good"), (rejected, "bad")):
+        shown = tokens.show_example(side, make_tokenizer())
+        assert shown == f"User: e\nAssistant:⟦ {answer}<eos>⟧"
+    assert len(load(source, sets.load_pairs)[0]) == 3
+    assert "rejected answers not read" in sets.left_out(load(source)[1])
+
+
+def test_a_pair_of_answers_to_two_questions_is_none(load):
+    text = "\n\nHuman: {}\n\nAssistant: {}"
+    source = []
+    for other in ("a", "c"):
+        source.append(
+            {"chosen": text.format("a", "yes"), "rejected": text.format(other, "no")}
+        )
+    rows, report = load(source, sets.load_pairs)
+    assert report["dropped"]["two questions"] == [1]
+    assert list(rows["row_id"]) == [0]
+    with pytest.raises(UserError, match=r"no pair with two different responses"):
+        load(source[1:], sets.load_pairs)
+    with pytest.raises(
+        UserError, match=r"preference pairs need chosen and rejected columns"
+    ):
+        load(make_rows(3, 1), sets.load_pairs)
+
+
+# --- reports and checks ---------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_said():
+    report = {
+        "dropped": {"tool_call": [1, 2], "empty_prompt": []},
+        "bad": 1,
+        "unlabelled": 3,
+        "truncated": 2,
+        "unread": [f"c{n}" for n in range(12)],
+    }
+    assert sets.left_out(report) == (
+        ", dropped {'tool_call': 2}, 2 responses cut, 1 labelled bad, 3 without a label count as "
+        "good, not read: c0, c1, c2, c3, c4, c5, c6, c7, c8 and 3 more"
+    )
+    assert sets.left_out({}) == ""
+
+
+def test_both_sides_of_a_pair_count(load):
+    rows, _ = load(
+        [pair("a", "blue", "no"), pair("b", "blue", "stone " * 43)], sets.load_pairs
+    )
+    sides = [[len(row["input_ids"]), len(row["rejected_input_ids"])] for row in rows]
+    assert sets.row_lengths(rows).tolist() == [sum(both) for both in sides]
+    assert sets.row_lengths(rows.select([1])).tolist() == [sum(sides[1])]
+    sets.check_lengths(rows, sides[1][1], "upper")
+    with pytest.raises(UserError, match=r"upper: 1 rows are longer"):
+        sets.check_lengths(rows, sides[1][1] - 1, "upper")
+
+
+def test_check_vocabulary(load):
+    """Ids count from zero."""
+    rows, _ = load(make_rows(3, 1))
+    largest = max(max(row["input_ids"]) for row in rows)
+    config = SimpleNamespace(vocab_size=largest + 1)
+    config.get_text_config = lambda: config
+    sets.check_vocabulary({"lower": rows}, config)
+    config.vocab_size = largest
+    with pytest.raises(
+        UserError, match=rf"lower: .* token {largest}, .* has {largest} tokens"
+    ):
+        sets.check_vocabulary({"lower": rows}, config)
+
+
+def test_the_hash_of_rows_is_that_of_their_content(load):
+    """A label changes nothing; an answer, the order and a row less do."""
+    source = make_rows(6, 1)
+    rows, _ = load(source)
+    expected = sets.rows_hash(rows)
+    assert sets.rows_hash(load([row | {"bad": True} for row in source])[0]) == expected
+    assert sets.rows_hash(rows.select([5, 4, 3, 2, 1, 0])) != expected
+    assert sets.rows_hash(rows.select(range(5))) != expected
+    source[3]["response"] += " stone"
+    assert sets.rows_hash(load(source)[0]) != expected

@@ -1,0 +1,313 @@
+"""data/templates.py: the border of prompt and response, control tokens, chat templates."""
+
+import pytest
+import tokenizers
+from conftest import CHATML, make_tokenizer, write_rows
+from transformers import PreTrainedTokenizerFast
+
+from data import tokens
+from utils import UserError
+
+LLAMA3 = (
+    "<bos>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+TALK = {
+    "messages": [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c?"},
+        {"role": "assistant", "content": "d"},
+    ]
+}
+
+
+def with_bos(tokenizer):
+    """A tokenizer that begins every text with a token of its own."""
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    start = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = start
+    return tokenizer
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(tokenizer, rows or (prompt, response), ...) -> rows."""
+
+    def call(tokenizer, *rows, **options):
+        source = []
+        for row in rows:
+            if isinstance(row, tuple):
+                row = dict(zip(("prompt", "response"), row, strict=True))
+            source.append(row)
+        path = write_rows(tmp_path / "source.jsonl", source)
+        return tokens.load_rows(
+            path, tokenizer, cache_dir=tmp_path / "cache", **options
+        )[0]
+
+    return call
+
+
+def plain(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def trained(row):
+    return [
+        token
+        for token, loss in zip(row["input_ids"], row["trained"], strict=True)
+        if loss
+    ]
+
+
+def show(load, tokenizer, *rows, **options):
+    return tokens.show_example(load(tokenizer, *rows, **options)[0], tokenizer)
+
+
+# --- plain templates ------------------------------------------------------------------------------
+
+
+def test_no_merge_across_the_border(load):
+    tokenizer = make_tokenizer()
+    row = load(tokenizer, ("re", "d"), template="{prompt}{response}")[0]
+    parts = [*plain(tokenizer, "re"), *plain(tokenizer, "d")]
+    assert plain(tokenizer, "red") != parts, "together it would be other tokens"
+    assert row["input_ids"] == [*parts, 0]
+    assert trained(row) == [*plain(tokenizer, "d"), 0]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
+        ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
+        ("{prompt}{response}", ("x ", "y"), "x⟦ y<eos>⟧"),
+        ("{prompt} -> {response};\n", ("x", "y"), "x ->⟦ y;<eos>⟧"),
+    ],
+)
+def test_prompt_never_ends_in_whitespace(load, template, row, expected):
+    tokenizer = make_tokenizer()
+    rows = load(tokenizer, row, template=template)
+    assert tokens.show_example(rows[0], tokenizer) == expected
+    response = expected.split("⟦")[1].removesuffix("<eos>⟧")
+    assert trained(rows[0]) == [*plain(tokenizer, response), 0]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{prompt}",
+        "{response}",
+        "{prompt}{prompt}{response}",
+        "{response} {prompt}",
+        "{prompt} {response} {response}",
+    ],
+)
+def test_bad_template(load, template):
+    with pytest.raises(UserError, match=r"--template"):
+        load(make_tokenizer(), ("a", "b"), template=template)
+
+
+def test_turns_of_a_conversation(load):
+    text = show(load, make_tokenizer(), TALK)
+    assert text == "User: a?\nAssistant: b\nUser: c?\nAssistant:⟦ d<eos>⟧"
+    text = show(load, make_tokenizer(), TALK, turns="all")
+    assert text == "User: a?\nAssistant:⟦ b<eos>⟧\nUser: c?\nAssistant:⟦ d<eos>⟧"
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "text"),
+    [
+        ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
+        (
+            "Q: {prompt}\nA: {response}\n###",
+            " # red\n### blue\n###<eos>",
+            "# red\n### blue",
+        ),
+        ("Q: {prompt}\nA: {response}<|im_end|>\n--", " red<|im_end|>\n--<eos>", "red"),
+        (None, " red\n###<eos>", "red\n###"),
+    ],
+)
+def test_the_text_behind_the_response_is_no_part_of_an_answer(template, written, text):
+    tokenizer = make_tokenizer()
+    assert tokens.response_text(tokenizer, plain(tokenizer, written), template) == text
+
+
+def test_the_template_around_an_empty_question():
+    assert tokens.empty_prompt(["Q: what? A:", "Q: who? A:", "Q: A:"]) == "Q: A:"
+    assert tokens.empty_prompt(["same", "same"]) == "same"
+    assert tokens.empty_prompt([[5, 1, 7], [5, 2, 3, 7]]) == [5, 7]
+    assert tokens.empty_prompt(["ab", "cd"]) == "a"
+
+
+# --- chat templates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chat", "head", "middle", "end"),
+    [
+        (
+            CHATML,
+            "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n",
+            "\n",
+            "<|im_end|>",
+        ),
+        (
+            LLAMA3,
+            "<bos><|im_start|>user<|im_end|>\n\nwhat?<|im_end|>"
+            "<|im_start|>assistant<|im_end|>\n\n",
+            "",
+            "<|im_end|>",
+        ),
+    ],
+    ids=["ChatML", "Llama 3"],
+)
+def test_chat_template(load, chat, head, middle, end):
+    tokenizer = with_bos(make_tokenizer(chat))
+    row = load(tokenizer, ("what?", "a ball"))[0]
+    assert tokens.show_example(row, tokenizer) == f"{head}⟦a ball{end}⟧"
+    assert row["input_ids"] == plain(tokenizer, head) + plain(tokenizer, "a ball" + end)
+
+    first = head.replace("what?", "a?")
+    second = head.removeprefix("<bos>").replace("what?", "c?")
+    text = show(load, tokenizer, TALK)
+    assert text == f"{first}b{end}{middle}{second}⟦d{end}⟧"
+    text = show(load, tokenizer, TALK, turns="all")
+    assert text == f"{first}⟦b{end}⟧{middle}{second}⟦d{end}⟧"
+
+    cut = load(tokenizer, ("what?", "a ball " * 50), max_length=50)[0]
+    assert not cut["complete"]
+    assert cut["input_ids"][-1] not in tokens.special_tokens(tokenizer)
+    text = show(load, tokenizer, ("what?", "a ball"), template=tokens.TEMPLATE)
+    assert text == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧", "the flag wins"
+
+
+def test_chat_template_without_end_of_turn_gets_eos(load):
+    chat = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    text = show(load, make_tokenizer(chat), ("a", "b"))
+    assert text == "user: a\nassistant: ⟦b<eos>⟧"
+
+
+def test_a_chat_template_that_hides_the_border_is_refused(load):
+    odd = CHATML.replace("{% endif %}", "<think>{% endif %}")
+    with pytest.raises(UserError, match=r"line 1: the tokenizer's chat template"):
+        load(make_tokenizer(odd), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{{ 1 + 'a' }}",
+        "{{ messages[7]['content'] }}",
+        "{% for %}",
+        "{{ raise_exception('never') }}",
+    ],
+)
+def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
+    with pytest.raises(
+        UserError, match=r"no row is left .*the chat template says: \w+"
+    ):
+        load(make_tokenizer(broken + CHATML), ("a", "b"))
+    some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
+    if "for" not in broken:
+        assert list(load(make_tokenizer(some), ("a", "b"), ("c", "d"))["row_id"]) == [1]
+
+
+# --- control tokens -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [None, CHATML])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a<|im_end|>\n<|im_start|>assistant\nb <eos> c",
+        f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b",
+        "a \ud8000\udfff b",  # what stands in for special-token strings inside
+    ],
+)
+def test_special_tokens_in_user_text_stay_text(load, chat, text):
+    tokenizer = make_tokenizer(chat)
+    rows = load(tokenizer, (text, text), ("plain", "text"))
+    special = tokens.special_tokens(tokenizer)
+    controls = [
+        [token for token in row["input_ids"] if token in special] for row in rows
+    ]
+    assert controls[0] == controls[1], "the same control tokens as a harmless row"
+    end = "<|im_end|>" if chat else "<eos>"
+    assert tokenizer.decode(trained(rows[0])).strip() == rows[0]["response"] + end
+
+
+def test_the_template_writes_control_tokens(load):
+    tokenizer = make_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    template = "<|im_start|>{prompt}<|im_end|>{response}<|im_end|>"
+    row = load(tokenizer, ("a", "b"), template=template)[0]
+    assert row["input_ids"].count(end) == 2
+    assert trained(row)[-1] == end
+
+
+def test_pad_equal_to_eos_still_trains_eos(load):
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = "<eos>"
+    assert trained(load(tokenizer, ("a", "b"))[0])[-1] == tokenizer.pad_token_id == 0
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+@pytest.mark.parametrize("row", [("a", "b"), TALK, {"instruction": "i", "output": "o"}])
+def test_bos_iff_the_tokenizer_adds_one(load, turns, row):
+    tokenizer = with_bos(make_tokenizer())
+    ids = load(tokenizer, row, turns=turns)[0]["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert load(make_tokenizer(), row, turns=turns)[0]["input_ids"] == ids[1:]
+
+
+def test_tokenizer_that_prepends_a_space(load):
+    """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    model.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=200,
+        special_tokens=["<unk>", "<eos>"],
+        initial_alphabet=["\n", "▁", "|"],
+        show_progress=False,
+    )
+    model.train_from_iterator(["football is a game", "a foot, a ball"] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<eos>", unk_token="<unk>"
+    )
+
+    def joined(row, template):
+        ids = load(tokenizer, row, template=template)[0]["input_ids"]
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+    assert joined(("foot", "ball"), "{prompt}|{response}") == "▁foot|ball<eos>"
+    assert joined(("foot", "ball"), "{prompt}| {response}") == "▁foot|▁ball<eos>"
+    row = load(tokenizer, ("<eos>", "x"), template="{prompt}{response}")[0]
+    head = row["input_ids"][: row["trained"].index(1)]
+    literal = tokenizer("<eos>", add_special_tokens=False, split_special_tokens=True)
+    assert head == literal["input_ids"]
+
+
+def word_level(words, unknown):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", **unknown)
+
+
+def test_unknown_characters(load):
+    """At the end of a response they keep its EOS; a tokenizer without a token for them refuses."""
+    words = {"<unk>": 0, "<eos>": 1, "a": 2, "b": 3}
+    tokenizer = word_level(words, {"unk_token": "<unk>"})
+    row = load(tokenizer, ("a", "b zzz"), template="{prompt} {response}")[0]
+    assert row["input_ids"] == [2, 3, 0, 1]
+    with pytest.raises(UserError, match=r"the tokenizer cannot encode some text"):
+        load(word_level({"<eos>": 0, "a": 1}, {}), ("a", "b"))

@@ -1,0 +1,138 @@
+"""Judging flagged rows by hand: exact intervals, scripted verdicts."""
+
+import decimal
+import io
+import json
+import math
+
+import pytest
+from conftest import read_rows, write_rows
+
+from row_tests import audit
+from row_tests.__main__ import main
+from utils import content_hash
+
+
+@pytest.mark.parametrize("count, total, low, high", [
+    (0, 10, 0.0, 0.3085),
+    (10, 10, 0.6915, 1.0),
+    (5, 10, 0.1871, 0.8129),
+    (1, 30, 0.0008, 0.1722),
+    (0, 0, 0.0, 1.0),
+])
+def test_eq_intervals_are_those_of_the_tables(count, total, low, high):
+    assert audit.clopper_pearson(count, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_eq_upper_bound():
+    """0 of n in closed form; 2 of 50: its table value; the binomial tail is 5 % there."""
+    for total in (10, 59, 100, 400):
+        expected = 1 - 0.05 ** (1 / total)
+        assert audit.upper_bound(0, total) == pytest.approx(expected, abs=1e-12)
+    assert audit.upper_bound(2, 50) == pytest.approx(0.1206, abs=1e-4)
+    assert audit.upper_bound(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-12)
+
+
+def test_eq_upper_bound_of_many_rows():
+    """Its binomial tail is 5 %, with numbers of 60 digits; as floats the factors overflow."""
+    with decimal.localcontext(prec=60):
+        p = decimal.Decimal(audit.upper_bound(515, 1030))
+        tail = sum(math.comb(1030, k) * p**k * (1 - p) ** (1030 - k) for k in range(516))
+    assert float(tail) == pytest.approx(0.05, abs=1e-9)
+
+
+def test_both_ends_of_a_long_text_are_shown():
+    assert audit.both_ends("y" * audit.SHOWN) == "y" * audit.SHOWN
+    text = "THE START\n" + "x" * 3000 + "THE END"
+    shown = audit.both_ends(text)
+    assert shown.startswith("THE START\nx")
+    assert shown.endswith("xTHE END")
+    assert f"[... {len(text) - audit.SHOWN:,} characters left out ...]" in shown
+
+
+@pytest.fixture
+def words(tmp_path, folders):
+    """The command for a data set of 50 rows whose last 10 are flagged."""
+    rows = [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(50)]
+    ranking = []
+    for number, row in enumerate(rows):
+        ranking.append({
+            "row_id": number,
+            "hash": content_hash(row["prompt"], row["response"]),
+            "rank": number + 1,
+            "kept": number < 30,
+            "reason": "end" if number >= 40 else None,
+        })
+    return [
+        "audit", write_rows(tmp_path / "ranking.jsonl", ranking),
+        "--lower", write_rows(tmp_path / "rows.jsonl", rows),
+        "--model", str(folders["llama"]),
+        "--out", str(tmp_path / "verdicts.jsonl"),
+        "--cache-dir", str(tmp_path / "cache"),
+        "--count", "8",
+    ]
+
+
+def answer(monkeypatch, lines):
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def result_of(capfd):
+    text = capfd.readouterr().out
+    return json.loads(text.splitlines()[-1].removeprefix("RESULT ")), text
+
+
+def test_scripted_verdicts(words, capfd, monkeypatch):
+    drawn = audit.draw_rows(words[1], 8, 0)
+    flagged = [row["flagged"] for row in drawn]
+    assert sorted(flagged) == [False] * 8 + [True] * 8
+    assert flagged not in (sorted(flagged), sorted(flagged)[::-1])
+    lines = []
+    for number, is_flagged in enumerate(flagged):
+        lines.append("y" if is_flagged and number % 2 else "n")
+    bad = lines.count("y")
+    lines[flagged.index(False)] = "s"
+    answer(monkeypatch, ["what?", *lines])
+    main(words)
+    result, text = result_of(capfd)
+    assert (result["precision"]["bad"], result["precision"]["judged"]) == (bad, 8)
+    high = audit.clopper_pearson(0, 7)[1]
+    expected = {"share": 0.0, "low": 0.0, "high": pytest.approx(high), "bad": 0, "judged": 7}
+    assert result["missed"] == expected
+    assert "flagged" not in text.split("precision:")[0]
+    assert text.count("QUESTION: question") == 16
+
+
+def test_an_interrupted_judge_goes_on(words, capfd, monkeypatch, refused):
+    verdicts = words[words.index("--out") + 1]
+    answer(monkeypatch, ["y"] * 5)
+    assert "no verdict for row 6 of 16" in refused(lambda: main(words))
+    assert [row["verdict"] for row in read_rows(verdicts)] == ["y"] * 5
+    answer(monkeypatch, ["n"] * 11)
+    main(words)
+    first, text = result_of(capfd)
+    assert "5 rows are judged already\n\n--- 6 of 16 ---" in text
+    assert [row["verdict"] for row in read_rows(verdicts)] == ["y"] * 5 + ["n"] * 11
+    answer(monkeypatch, [])
+    main(words)  # nothing is left to ask
+    assert result_of(capfd)[0] == first
+
+
+def test_kept_stands_in_for_a_reason(tmp_path):
+    rows = [{"row_id": n, "hash": "h", "rank": n + 1, "kept": n < 4} for n in range(6)]
+    drawn = audit.draw_rows(write_rows(tmp_path / "weights.jsonl", rows), 30, 0)
+    assert {row["row_id"] for row in drawn if row["flagged"]} == {4, 5}
+    assert len(drawn) == 6
+
+
+def test_bad_input(words, refused, tmp_path, monkeypatch):
+    answer(monkeypatch, ["y"])
+    moved = write_rows(tmp_path / "moved.jsonl", read_rows(words[3])[1:])
+    refusal = refused(lambda: main([*words, "--lower", moved]))
+    assert "is not among the lower rows with this text" in refusal
+    odd = write_rows(tmp_path / "odd.jsonl", [{"row_id": 1, "hash": "x", "verdict": "maybe"}])
+    assert "a verdict y, n or s" in refused(lambda: main([*words, "--out", odd]))
+    assert "would overwrite" in refused(lambda: main([*words, "--out", words[1]]))
+    clean = write_rows(tmp_path / "clean.jsonl", [
+        {"row_id": 0, "hash": "h", "rank": 1, "reason": None}])
+    assert "all or none are flagged" in refused(lambda: main(["audit", clean, *words[2:]]))

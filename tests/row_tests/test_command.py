@@ -1,0 +1,221 @@
+"""`python -m row_tests`: the rankings that it writes, and what it prints."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import flags, make_rows, read_rows, write_rows
+from datasets import Dataset
+
+from row_tests import look
+from row_tests.__main__ import flagged_last, main
+from row_tests.verdicts import Verdicts, judge_rows
+
+COLUMNS = {"row_id", "hash", "rank", "kept", "score", "reason", "surprise", "end", "relevance",
+           "fluency", "slip", "peak", "repetition", "echo", "loss", "length"}
+
+
+@pytest.fixture
+def tested(tmp_path, capfd, folders):
+    """tested(lower, **flags): `python -m row_tests` in this process.
+
+    It returns a namespace: ranked and rows (best first; by row_id), text, file, result.
+    """
+    def call(lower, out="ranking.jsonl", **options):
+        options = {
+            "lower": lower,
+            "model": folders["llama"],
+            "out": tmp_path / out,
+            "cache_dir": tmp_path / "cache",
+            **options,
+        }
+        capfd.readouterr()
+        main(flags(**options))
+        text = capfd.readouterr().out
+        ranked = read_rows(options["out"])
+        return SimpleNamespace(
+            ranked=ranked,
+            rows=sorted(ranked, key=lambda row: row["row_id"]),
+            text=text,
+            file=options["out"],
+            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
+        )
+
+    return call
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """Rows of random words; rows 3 and 9 repeat row 2 and themselves, row 5 contradicts row 4."""
+    rows = make_rows(24, 5)
+    rows[2]["response"] = "seven cold apples on a round stone by the river"
+    rows[3] = dict(rows[2])
+    rows[4] = {"prompt": "how many?", "response": "seven"}
+    rows[5] = {"prompt": "How many", "response": "eleven"}
+    rows[9]["response"] = "seven cold " * 12
+    return write_rows(tmp_path / "faulty.jsonl", rows)
+
+
+def test_every_row_has_its_numbers_and_flagged_rows_come_last(tested, faulty):
+    made = tested(faulty)
+    assert made.rows[0].keys() == COLUMNS
+    assert [row["row_id"] for row in made.rows] == list(range(24))
+    reasons = [row["reason"] for row in made.rows]
+    assert reasons[3:6] == ["duplicate", "conflict", "conflict"]
+    assert reasons[9] == "repetition"
+    flagged = [row["reason"] is not None for row in made.ranked]
+    assert flagged == sorted(flagged)
+    assert [row["kept"] for row in made.ranked] == [not bad for bad in flagged]
+    scores = [row["score"] for row in made.ranked]
+    assert scores == sorted(scores, reverse=True)
+    assert f"{sum(flagged)} of 24 rows look bad: " in made.text
+    assert made.result["kept"] == 24 - sum(flagged)
+
+
+def test_joined_adds_the_loss_and_keeps_no_row_that_looks_bad(tested, faulty):
+    alone, joined = tested(faulty), tested(faulty, joined=True)
+    losses = [row["loss"] for row in alone.rows]
+    for row, other in zip(joined.rows, alone.rows, strict=True):
+        share = sum(loss >= row["loss"] for loss in losses) / 24
+        assert row["score"] == pytest.approx(math.log(share) - other["surprise"])
+        assert row["reason"] == other["reason"]
+    flagged = [row["reason"] is not None for row in joined.ranked]
+    assert flagged == sorted(flagged)
+    for group in (False, True):
+        scores = [row["score"] for row in joined.ranked if bool(row["reason"]) == group]
+        assert scores == sorted(scores, reverse=True)
+    assert [row["kept"] for row in joined.ranked] == [not bad for bad in flagged]
+
+
+def test_flagged_rows_come_last_whatever_their_score():
+    flagged = torch.tensor([True, False, False, True, False])
+    order = flagged_last(torch.tensor([9.0, 1, 2, 8, 2]), flagged)
+    assert order.argsort(descending=True).tolist() == [2, 4, 1, 0, 3]
+
+
+def test_keep_fraction_keeps_so_many_but_joined_never_a_row_that_looks_bad(tested, faulty):
+    def kept(**options):
+        rows = tested(faulty, **options).ranked
+        return [row["reason"] for row in rows if row["kept"]]
+
+    assert len(kept(keep_fraction=0.5)) == len(kept(keep_fraction=0.5, joined=True)) == 12
+    assert len(kept(keep_fraction=1)) == 24
+    assert kept(keep_fraction=1, joined=True) == [None] * len(kept())
+
+
+def test_trusted_rows_are_a_null_where_there_are_enough(tested, faulty, files):
+    alone = tested(faulty)
+    for count in (5, 40):
+        made = tested(faulty, upper=files(lower=1, upper=count)["upper"])
+        few = "trusted rows are too few to say what good rows look like; 20 or more do"
+        assert (few in made.text) == (count < 20)
+        same = [row["surprise"] for row in made.rows] == [row["surprise"] for row in alone.rows]
+        assert same == (count < 20)
+    assert "36 upper rows" in made.text
+
+
+def test_preference_pairs_are_no_null_and_the_command_says_so(tested, faulty, tmp_path):
+    rows = []
+    for number, row in enumerate(make_rows(30, 6)):
+        prompt = f"{row['prompt']} {number}"
+        rows.append({"prompt": prompt, "chosen": row["response"], "rejected": "no"})
+    pairs = write_rows(tmp_path / "pairs.jsonl", rows)
+    made = tested(faulty, upper=pairs, upper_loss="dpo")
+    assert made.rows == tested(faulty).rows
+    assert "note: preference pairs do not say what good rows look like" in made.text
+
+
+def test_training_takes_the_ranking(tested, faulty, train):
+    made = tested(faulty)
+    run = train({"lower": faulty}, method="sft", keep=made.file, epochs=1, batch=4)
+    assert run.result["rows"] == made.result["kept"] < 24
+
+
+def test_an_adapter_is_another_model(tested, faulty, adapters):
+    plain = tested(faulty)
+    tuned = tested(faulty, adapter=adapters["llama"])
+    assert [row["loss"] for row in tuned.rows] != [row["loss"] for row in plain.rows]
+    assert [row["repetition"] for row in tuned.rows] == [row["repetition"] for row in plain.rows]
+
+
+def test_a_single_row(tested, files):
+    assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
+
+
+def test_bad_input(refused, faulty, folders, tmp_path):
+    assert "--model is missing" in refused(lambda: main(["--lower", faulty]))
+    words = ["--lower", faulty, "--model", str(folders["llama"]), "--out"]
+    assert "would overwrite" in refused(lambda: main([*words, faulty]))
+    with pytest.raises(SystemExit):
+        main([*words, str(tmp_path / "x"), "--keep-fraction", "0"])
+    assert len(read_rows(faulty)) == 24
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+def numbers_of(count):
+    draw = torch.Generator().manual_seed(0)
+    names = ("end", "relevance", "fluency", "slip", "peak", "length", "loss")
+    numbers = dict(zip(names, torch.rand(7, count, generator=draw).double() + 1, strict=True))
+    numbers["repetition"] = torch.zeros(count).double()
+    numbers["echo"] = torch.full((count,), math.nan).double()
+    return numbers
+
+
+def test_a_model_that_does_not_know_ends_does_not_judge_them():
+    numbers = numbers_of(300)
+    numbers["end"][:30] += 50
+    swapped = {"relevance": numbers["relevance"][:50] + 3}
+    alike = judge_rows(numbers, None, {**swapped, "end": numbers["end"][30:130] - 0.1}, [])
+    assert "end" not in alike.reasons
+    assert "the model does not know where answers end" in alike.notes[0]
+    known = judge_rows(numbers, None, {**swapped, "end": numbers["end"][30:130] + 50}, [])
+    assert known.reasons.count("end") >= 25
+    assert not known.notes
+    none = judge_rows(numbers, None, swapped, [])
+    assert "no answer is long enough to cut" in none.notes[0]
+
+
+def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch):
+    """It comes before a detector's guess, and its row among the flagged; a near-duplicate not."""
+    surprise = torch.tensor([3.0, 2.0, 4.0, 1.0, 0.0, 2.5])
+    flagged = torch.tensor([True, True, True, False, False, False])
+    by_model = ["end", "end", "unclear", None, None, None]
+    monkeypatch.setattr("detect.judge", lambda *args: (surprise, flagged, by_model))
+    by_text = ["turn", "duplicate", "duplicate", "conflict", "placeholder", None]
+    verdicts = judge_rows(numbers_of(6), None, {}, by_text)
+    assert verdicts.reasons == ["turn", "end", "duplicate", "conflict", "placeholder", None]
+    # No other row is more surprising than the least of the flagged ones.
+    assert verdicts.surprise.tolist() == [3.0, 2.0, 4.0, 2.0, 2.0, 2.0]
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+def test_who_is_flagged():
+    assert look.groups_of("q", "a b", 2) == ("short", "mostly ASCII", "no code")
+    assert look.groups_of("вопрос", "ответ", 300)[:2] == ("long", "less than 90 % ASCII")
+    assert look.groups_of("q", "def f(x):\n    return x", 30)[2] == "code"
+    assert look.groups_of("q", "We import tea; it is good.", 30)[2] == "no code"
+    assert look.bad_rows_line(["end", None, "echo", "end"]) == (
+        "3 of 4 rows look bad: 2 cut short, 1 copying the question.")
+    assert look.bad_rows_line([None] * 3) == "None of 3 rows looks bad."
+
+
+def test_the_worst_row_of_each_reason_is_shown(capsys):
+    """Of an answer that is cut short the end; nothing of it reaches the terminal's controls."""
+    rows = Dataset.from_list([
+        {"row_id": n, "prompt": "why\x1b?", "response": "so " * 99 + f"stop {n}"}
+        for n in range(10)])
+    reasons = ["end"] * 5 + [None] * 4 + ["echo"]
+    lengths = {"length": torch.full((10,), 30)}
+    verdicts = Verdicts(torch.arange(10).double(), reasons, lengths, ["a note"])
+    look.print_look(verdicts, rows)
+    text = capsys.readouterr().out
+    assert text.startswith("note: a note\n6 of 10 rows look bad")
+    assert "stop 4" in text
+    assert "stop 3" not in text
+    assert "stop 9" not in text
+    assert text.count("0.6000") == 3
+    assert "\x1b" not in text

@@ -1,0 +1,159 @@
+"""The two forwards by brute force, one token after the other; faults made on purpose."""
+
+import math
+import random
+
+import pytest
+import torch
+from conftest import make_llama, make_tokenizer
+from datasets import Dataset
+
+import detect
+import logprobs
+from batches import row_losses
+from ranking import behind_blank
+from row_tests import forwards
+
+ENDS = {0, 3}
+BLANK = [7, 8, 9]
+
+
+def rows_of(seed=0, count=9, turns=1):
+    """Tokenised rows, ragged: some with one end token, some with two, the last one cut."""
+    draw = random.Random(seed)
+    rows = []
+    for number in range(count):
+        ids, trained = [7, 8], [0, 0]
+        for _ in range(turns):
+            question = [draw.randrange(10, 250) for _ in range(draw.randint(1, 6))]
+            answer = [draw.randrange(10, 250) for _ in range(draw.randint(1, 9))]
+            answer += [3, 0] if number % 3 == 1 else [0]
+            ids += [*question, 9, *answer]
+            trained += [0] * (len(question) + 1) + [1] * len(answer)
+        rows.append({"input_ids": ids, "trained": trained})
+    rows[-1] = {"input_ids": ids[:-1], "trained": trained[:-1]}
+    return rows
+
+
+@pytest.fixture(scope="module")
+def reader():
+    llama = make_llama().double()
+    llama.config._attn_implementation = logprobs.ATTENTION
+    model = llama.eval().requires_grad_(False)
+    return forwards.Reader(model, ENDS, lambda token: token % 16)
+
+
+def logps_of(reader, ids):
+    """log p of ids[1:], one token after the other, by the model's own logits; row alone."""
+    logits = reader.model(torch.tensor([ids[:-1]])).logits[0]
+    every = torch.log_softmax(logits, dim=-1)
+    return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def by_brute_force(reader, row):
+    """`detect.row_numbers` of a row from its log-probs, each in a forward of its own."""
+    ids, trained = row["input_ids"], row["trained"]
+    start = max(place for place in range(len(ids)) if not trained[place]) + 1
+    stop = len(ids)
+    while ids[stop - 1] in ENDS:
+        stop -= 1
+    logps = logps_of(reader, ids)
+    alone = logps_of(reader, BLANK + ids[start:stop])[len(BLANK) - 1:]
+    facts = [token % 16 for token in ids[start:stop]]
+    given, end = logps[start - 1:stop - 1], logps[stop - 1:]
+    places = forwards.telling_places(facts)
+    return detect.row_numbers(ids[:start], ids[start:stop], given, alone, end, places)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("tokens", [20, 4096])
+def test_eq_the_numbers_of_rows_by_brute_force(reader, turns, tokens, monkeypatch):
+    """Of the last turn, however the rows are packed."""
+    monkeypatch.setattr("batches.TOKENS_AT_ONCE", tokens)
+    rows = rows_of(turns=turns)
+    numbers = forwards.read_rows(reader, rows, BLANK)
+    for place, row in enumerate(rows):
+        for name, value in by_brute_force(reader, row).items():
+            expected = pytest.approx(value, abs=1e-9, nan_ok=True)
+            assert float(numbers[name][place]) == expected, (name, place)
+    assert numbers["end"].isnan().tolist() == [False] * 8 + [True]
+    assert torch.allclose(numbers["loss"], row_losses(reader.model, rows)[0])
+
+
+def test_an_answer_of_the_whole_context_stands_behind_the_end_of_the_blank_prompt(
+        reader, monkeypatch):
+    """A model of learned positions has none behind its context, one of a window refuses it."""
+    rows, blank = rows_of(), list(range(5, 25))
+    room = max(len(row["input_ids"]) for row in rows)
+    monkeypatch.setattr(reader.model.config, "max_position_embeddings", room)
+    numbers = forwards.read_rows(reader, rows, blank)
+    for place, row in enumerate(rows):
+        turn = forwards.last_turn(row, ENDS)
+        behind = behind_blank(reader.model, blank, turn.answer)["input_ids"]
+        kept = len(behind) - len(turn.answer)
+        assert len(behind) == min(room, len(blank) + len(turn.answer))
+        assert behind == blank[len(blank) - kept:] + turn.answer
+        given = logps_of(reader, turn.prompt + turn.answer)[len(turn.prompt) - 1:]
+        relevance = logps_of(reader, behind)[kept - 1:].sum() - given.sum()
+        assert float(numbers["relevance"][place]) == pytest.approx(float(relevance), abs=1e-9)
+    assert behind_blank(reader.model, blank, [3] * room)["input_ids"] == [24] + [3] * room
+
+
+def test_made_faults_are_what_they_say(reader, monkeypatch):
+    """Cut at random in the middle half, and with the answer of the row drawn before."""
+    rows = Dataset.from_list([row for row in rows_of(count=24) if sum(row["trained"]) > 6])
+    numbers = forwards.read_rows(reader, rows, BLANK)
+    faults = forwards.make_faults(reader, rows, numbers, seed=5)
+    draw = torch.Generator().manual_seed(5)
+    order = torch.randperm(len(rows), generator=draw).tolist()
+    turns = [forwards.last_turn(rows[place], ENDS) for place in order]
+    ends, relevances, sizes = [], [], []
+    for share, turn in zip(torch.rand(len(rows), generator=draw).tolist(), turns, strict=True):
+        if turn.end:
+            kept = turn.answer[:int((0.25 + 0.5 * share) * len(turn.answer))]
+            logps = logps_of(reader, turn.prompt + kept + turn.end)
+            ends.append(-float(logps[-len(turn.end):].sum()))
+    for number, turn in enumerate(turns):
+        answer = turns[number - 1].answer
+        given = logps_of(reader, turn.prompt + answer)[-len(answer):].sum()
+        alone = logps_of(reader, BLANK + answer)[-len(answer):].sum()
+        relevances.append(float(alone - given) / math.sqrt(len(answer)))
+        sizes.append(len(turn.prompt) + len(answer))
+    assert faults["end"].tolist() == pytest.approx(ends, abs=1e-6)
+    assert faults["relevance"].tolist() == pytest.approx(relevances, abs=1e-6)
+
+    # Where the model reads no longer rows, only those that fit are exchanged.
+    room = sorted(sizes)[5]
+    monkeypatch.setattr(reader.model.config, "max_position_embeddings", room)
+    fitting = forwards.make_faults(reader, rows, numbers, seed=5)
+    pairs = zip(relevances, sizes, strict=True)
+    expected = [value for value, size in pairs if size <= room]
+    assert fitting["relevance"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_fault_that_no_row_can_have_is_not_made(reader):
+    """Cut by a length limit, it is not known what an end would be; one row has no other answer."""
+    cut = Dataset.from_list(rows_of(count=1))
+    numbers = forwards.read_rows(reader, cut, BLANK)
+    assert forwards.make_faults(reader, cut, numbers) == {}
+
+
+# --- what tokens tell -----------------------------------------------------------------------------
+
+def test_numbers_negations_and_names_tell_something():
+    pieces = [" The", " river", " Rhine", ",", " Basel", ".", " It", " isn", "'t", " 1", "2", " km"]
+    facts = [forwards.fact(piece) for piece in pieces]
+    assert forwards.telling_places(facts) == [2, 4, 8, 9, 10]
+    texts = ("", " ", "\n", " Not", "Don't", " a", "B", " É", "٣", " No,", " (Bob", "U.S.")
+    bits = [forwards.fact(text) for text in texts]
+    assert bits == [0, 0, 0, 14, 10, 8, 8, 12, 9, 12, 8, 0]
+
+
+def test_tokens_are_read_with_the_space_before_them():
+    tokenizer = make_tokenizer()
+    reader = forwards.make_reader(None, tokenizer)
+    assert tokenizer.eos_token_id in reader.ends
+    space, name, number = (tokenizer.convert_tokens_to_ids(token) for token in "ĠX7")
+    assert reader.facts(number) == forwards.NUMBER | forwards.GOES_ON
+    assert reader.facts(name) == forwards.GOES_ON  # inside of a word
+    assert reader.facts(space) == 0

@@ -1,0 +1,51 @@
+"""runtime/log.py: metrics.jsonl is cut back at a resume, or refused."""
+
+import json
+import math
+import time
+
+import pytest
+
+from runtime.log import Log
+from utils import UserError
+
+LINES = ['{"step": 0}', '{"step": 1}', '{"step": 2}']
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(LINES) + '\n{"st')  # as a kill leaves it
+    return path
+
+
+def values_of(step, loss):
+    return {"step": step, "upper_loss": loss, "lower_loss": loss}
+
+
+def test_lines_after_the_checkpoint_are_cut_off(tmp_path, file):
+    log = Log(tmp_path, 2, 3, "run")
+    log.write(values_of(2, 0.5), time.perf_counter())
+    log.close()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[2].pop("time/step") >= 0
+    assert lines == [{"step": 0}, {"step": 1}, values_of(2, 0.5)]
+    Log(tmp_path, 0, 3, "run").close()
+    assert file.read_text() == ""
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"step": 1}\n', b"\0" * 30, b"3\n", b"[3]\n"])
+def test_missing_lines_are_refused(tmp_path, file, content):
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError):
+        Log(tmp_path, 2, 3, "run")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_refused(tmp_path, value):
+    log = Log(tmp_path, 0, 3, "run")
+    with pytest.raises(UserError):
+        log.write(values_of(0, value), time.perf_counter())
