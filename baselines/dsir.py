@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from batches import each_row
+from data.sets import each_row
 
 WORDS = re.compile(r"\w+|[^\w\s]+")  # NLTK's WordPunctTokenizer
 NGRAMS_REMEMBERED = 2**22            # memory stays bounded on sets of any size

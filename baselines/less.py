@@ -237,7 +237,11 @@ def run_less(args, base, levels):
         "upper rows": sets.rows_hash(levels.upper),
         "upper groups": utils.content_hash(*groups),
     }
-    config = {"args": {name: getattr(args, name) for name in SETTINGS}, "data": data}
+    config = {
+        "args": {name: getattr(args, name) for name in SETTINGS},
+        "environment": folder.environment(base.device, base.dtype),
+        "data": data,
+    }
     work = folder.open_run(Path(f"{args.out}.less"), config, resume=True)
     folder.seed_everything(args.seed)
     model = models.add_lora(

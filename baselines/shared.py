@@ -109,7 +109,7 @@ def open_rows(args):
 def open_model(args):
     return models.load_model(
         args.model,
-        processes.pick_device("auto"),
+        processes.pick_device(),
         args.dtype,
         args.four_bit,
     )

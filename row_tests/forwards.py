@@ -4,13 +4,12 @@ A row is judged by its last turn: the last run of trained tokens, of which the e
 apart. Earlier turns belong to the prompt.
 """
 
-import functools
 from dataclasses import dataclass
 
 import detect
-from batches import answer_row, pack, row_losses, take, token_groups, tokens_only
-from data.tokens import end_ids
-from logprobs import token_logps
+from batches import answer_row, row_losses, take, token_groups, tokens_only
+from data.tokens import end_ids, fact_reader
+from logprobs import pack, token_logps
 from models import context_length
 from ranking import behind_blank
 
@@ -35,14 +34,7 @@ class Reader:
 
 def make_reader(model, tokenizer):
     """The `Reader` of a model with its tokenizer; each token's text is read once."""
-    @functools.cache
-    def facts(token):
-        piece = tokenizer.convert_ids_to_tokens(token) or ""
-        text = tokenizer.decode([token]).lstrip()
-        begins_word = piece.startswith(("\u0120", "\u2581"))
-        return fact(f" {text}" if begins_word else text)
-
-    return Reader(model, end_ids(tokenizer), facts)
+    return Reader(model, end_ids(tokenizer), fact_reader(tokenizer, fact))
 
 
 def fact(text):

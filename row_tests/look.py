@@ -6,7 +6,7 @@ Tests by likelihood also flag what is merely rare, so the shares of the groups s
 import collections
 import re
 
-from batches import each_row
+from data.sets import each_row
 from evaluation.texts import one_line
 from utils import table
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import detect
-from batches import each_row
+from data.sets import each_row
 from ranking import auroc, blank_prompt
 from row_tests.forwards import make_faults, read_rows
 from row_tests.texts import text_reasons
