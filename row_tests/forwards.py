@@ -16,7 +16,17 @@ from ranking import behind_blank
 # ruff: isort: split
 import torch
 
-NUMBERS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo", "length", "loss")
+NUMBERS = (
+    "end",
+    "relevance",
+    "fluency",
+    "slip",
+    "peak",
+    "repetition",
+    "echo",
+    "length",
+    "loss",
+)
 FAULTS = 200  # rows with a fault made on purpose
 NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
 NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
@@ -24,9 +34,11 @@ NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "n
 
 # --- tokens ---------------------------------------------------------------------------------------
 
+
 @dataclass
 class Reader:
     """A model, the token ids that end a turn in it, and token -> bits of `fact`."""
+
     model: torch.nn.Module
     ends: set
     facts: callable
@@ -67,15 +79,19 @@ def telling_places(facts):
 
 # --- rows -----------------------------------------------------------------------------------------
 
+
 @dataclass
 class Turn:
     """The last turn of a row: its tokens, and the log-probs of its answer and of its end."""
+
     prompt: list
     answer: list
     end: list
     given: torch.Tensor = None
     given_end: torch.Tensor = None
-    loss: float = None  # the mean over all trained tokens of the row, as `row_losses` has it
+    loss: float = (
+        None  # the mean over all trained tokens of the row, as `row_losses` has it
+    )
 
 
 def last_turn(row, ends):
@@ -134,7 +150,7 @@ def read_rows(reader, rows, blank, label=None):
                 turn.prompt,
                 turn.answer,
                 turn.given,
-                behind.given[:len(turn.given)],
+                behind.given[: len(turn.given)],
                 turn.given_end,
                 telling_places(facts),
             )
@@ -145,6 +161,7 @@ def read_rows(reader, rows, blank, label=None):
 
 
 # --- faults made on purpose -----------------------------------------------------------------------
+
 
 def make_faults(reader, rows, numbers, seed=0):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
@@ -162,7 +179,7 @@ def make_faults(reader, rows, numbers, seed=0):
     cut = []
     for share, turn in zip(shares, turns, strict=True):
         if turn.end and len(turn.answer) >= 4:
-            kept = turn.answer[:int(share * len(turn.answer))]
+            kept = turn.answer[: int(share * len(turn.answer))]
             cut.append(answer_row(turn.prompt + kept, turn.end))
     values = {}
     if cut:
