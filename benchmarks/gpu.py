@@ -19,7 +19,14 @@ import traceback
 from pathlib import Path
 
 import utils
-from benchmarks.gpu_results import Missing, fail, file_of, is_settled, read, write
+from benchmarks.gpu_results import (
+    Missing,
+    is_settled,
+    note_failure,
+    part_file,
+    read_part,
+    write_part,
+)
 from utils import UserError
 
 RESERVE = 10  # seconds of a call kept for the summary
@@ -32,21 +39,21 @@ def child(part, file):
     import torch
     import transformers
 
-    from benchmarks.measure import hardware, pick_device
+    from benchmarks.measure import hardware, this_device
 
     started = time.perf_counter()
     try:
         result = part.measure()
     except Missing as reason:
-        write(file, tries=read(file)["tries"], failed=str(reason))
+        write_part(file, tries=read_part(file)["tries"], failed=str(reason))
     except Exception as error:
         traceback.print_exc()
-        fail(file, utils.first_line(error))
+        note_failure(file, utils.first_line(error))
     else:
-        write(
+        write_part(
             file,
-            tries=read(file)["tries"],
-            hardware=hardware(pick_device()),
+            tries=read_part(file)["tries"],
+            hardware=hardware(this_device()),
             torch=torch.__version__,
             transformers=transformers.__version__,
             seconds=round(time.perf_counter() - started, 2),
@@ -71,9 +78,9 @@ def run_part(part, file, seconds):
     if hung:
         print(f"{part.name}: stopped after {seconds:.0f} s")
         if seconds >= part.limit:
-            fail(file, f"stopped after {seconds:.0f} s")
+            note_failure(file, f"stopped after {seconds:.0f} s")
     elif process.exitcode != 0:
-        fail(file, f"its process ended with code {process.exitcode}")
+        note_failure(file, f"its process ended with code {process.exitcode}")
 
 
 def kill(process):
@@ -90,7 +97,7 @@ def summary(parts, folder):
     """Every part's state and table, as text."""
     lines = []
     for part in parts:
-        content = read(file_of(folder, part.name))
+        content = read_part(part_file(folder, part.name))
         if "result" not in content:
             lines += [f"{part.name}: " + content.get("failed", "not reached yet"), ""]
             continue
@@ -109,15 +116,15 @@ def bench_gpu(args):
         # Before Triton is imported: it asks when a kernel is defined.
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     from benchmarks import gpu_parts
-    from benchmarks.measure import pick_device
+    from benchmarks.measure import this_device
 
-    if not args.rehearse and pick_device().type != "cuda":
+    if not args.rehearse and this_device().type != "cuda":
         raise UserError("no CUDA device here; --rehearse runs every part at tiny sizes on the CPU")
     folder.mkdir(parents=True, exist_ok=True)
     sizes = gpu_parts.TINY if args.rehearse else gpu_parts.FULL
     parts = gpu_parts.parts_of(sizes, folder)
     for part in parts:
-        file = file_of(folder, part.name)
+        file = part_file(folder, part.name)
         if is_settled(file):
             print(f"{part.name}: settled by an earlier call")
             continue

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import logprob, table2
-from benchmarks.gpu_results import Missing, file_of, read
+from benchmarks.gpu_results import Missing, part_file, read_part
 from benchmarks.measure import installed
 from benchmarks.shapes import load_shape, work_of
-from benchmarks.step import Steps, compare_steps
-from benchmarks.step import table_of as step_table
+from benchmarks.step import Steps, compare_steps, step_table
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (1, 5)  # G of the online steps
@@ -95,7 +94,7 @@ def run_answers(shape, static_cache):
 def run_hours(folder, shape):
     """The runtime table, from the results of other parts: nothing is measured here."""
     def stored(name):
-        content = read(file_of(folder, name))
+        content = read_part(part_file(folder, name))
         if "result" not in content:
             raise Missing(f"{name} is not measured yet")
         return content["result"]
@@ -139,7 +138,7 @@ def parts_of(sizes, folder):
         if peers:
             name += ", with other libraries"
         measure = call(run_heads, size, sizes.head_rounds, peers)
-        return Part(name, 120, measure, logprob.table_of)
+        return Part(name, 120, measure, logprob.head_table)
 
     def steps(name, *arguments):
         measure = call(run_steps, *arguments)
@@ -156,7 +155,8 @@ def parts_of(sizes, folder):
         parts.append(steps(name, shape, rounds, True))
     parts += [answers(answers_name(shape), shape, False) for shape in shapes]
     for shape in shapes:
-        parts.append(Part(f"table2, {shape}", 20, call(run_hours, folder, shape), table2.table_of))
+        measure = call(run_hours, folder, shape)
+        parts.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
     name = f"{steps_name(shapes[0])}, 4-bit, gradient checkpointing"
     parts.append(steps(name, shapes[0], rounds, True, True))
     parts += [heads(size) for size in sizes.heads[1:]]

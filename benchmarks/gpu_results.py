@@ -12,26 +12,26 @@ class Missing(Exception):
     """A part lacks something that the next call may bring: a package, another part's result."""
 
 
-def file_of(folder, name):
+def part_file(folder, name):
     """Where what is known of the part of this name is kept."""
     return folder / (re.sub(r"\W+", "-", name) + ".json")
 
 
-def read(file):
+def read_part(file):
     """What is known of a part: its "result" or how it "failed", and how often."""
     if not file.exists():
         return {"tries": 0}
     return json.loads(file.read_text())
 
 
-def write(file, **entries):
+def write_part(file, **entries):
     utils.write_atomic(file, json.dumps(entries, indent=1) + "\n")
 
 
-def fail(file, reason):
-    write(file, tries=read(file)["tries"] + 1, failed=reason)
+def note_failure(file, reason):
+    write_part(file, tries=read_part(file)["tries"] + 1, failed=reason)
 
 
 def is_settled(file):
-    content = read(file)
+    content = read_part(file)
     return "result" in content or content["tries"] >= TRIES

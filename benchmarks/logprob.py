@@ -21,11 +21,11 @@ from benchmarks.measure import (
     mebibytes,
     milliseconds,
     peak_memory,
-    pick_device,
     ratio,
     shown,
     spread,
     store_and_print,
+    this_device,
     time_variants,
 )
 
@@ -195,7 +195,7 @@ def score_call(problem, function):
     return torch.no_grad()(lambda _: function(*problem.inputs))
 
 
-def first_call(problem, call, scores):
+def first_head_call(problem, call, scores):
     """{"peak_bytes", errors} of a variant's first call, or {"failed"}.
 
     There may be no memory, or a peer has no kernel for this machine or these sizes.
@@ -216,14 +216,16 @@ def first_call(problem, call, scores):
 
 def compare_heads(sizes, rounds, peers=True):
     """{variant: times, ratios, errors, peak memory} at sizes (T, d, V)."""
-    problem = Problem(sizes, pick_device())
+    problem = Problem(sizes, this_device())
     scoring = scoring_variants(problem, peers)
     calls = {}
     for name, function in gradient_variants(problem, peers).items():
         calls[name] = train_call(problem, function)
     for name, function in scoring.items():
         calls[name] = score_call(problem, function)
-    results = {name: first_call(problem, call, name in scoring) for name, call in calls.items()}
+    results = {}
+    for name, call in calls.items():
+        results[name] = first_head_call(problem, call, name in scoring)
 
     timed = {name: call for name, call in calls.items() if "failed" not in results[name]}
     timed |= floor_variants(problem)
@@ -239,7 +241,7 @@ def compare_heads(sizes, rounds, peers=True):
     return results
 
 
-def table_of(results):
+def head_table(results):
     """(header, rows) of what `compare_heads` returns."""
     header = ["variant", "ms (min-max)", "of the floor", "peak MiB", "gradient error"]
     rows = []
@@ -259,10 +261,10 @@ def table_of(results):
 
 
 def bench_logprob(args):
-    device = pick_device()
+    device = this_device()
     sizes = args.sizes or (CUDA_SIZES if device.type == "cuda" else CPU_SIZES)
     results = compare_heads(sizes, args.rounds)
     settings = dict(zip("TdV", sizes, strict=True))
     settings["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
     settings["rounds"] = args.rounds
-    store_and_print(args, settings, results, *table_of(results))
+    store_and_print(args, settings, results, *head_table(results))

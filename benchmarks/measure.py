@@ -21,7 +21,7 @@ from paper.results import cpu_name, save_results
 from utils import table
 
 
-def pick_device():
+def this_device():
     """CUDA where there is one, else the CPU; CUDA_VISIBLE_DEVICES chooses."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -119,7 +119,7 @@ def hardware(device):
 
 def store_and_print(args, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
-    machine = hardware(pick_device())
+    machine = hardware(this_device())
     words = [f"{key} {value}" for key, value in settings.items()]
     print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
     print(table(header, rows))

@@ -10,7 +10,7 @@ import torch
 import batches
 import logprobs
 import models
-from benchmarks.measure import pick_device
+from benchmarks.measure import this_device
 from data import tokens
 from toy import corpus
 from utils import UserError
@@ -136,7 +136,7 @@ def load_shape(name, count, checkpointing=False, four_bit=False):
     config, work = shape_config(name), work_of(name)
     lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
     upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
-    base = shaped_model(config, pick_device())
+    base = shaped_model(config, this_device())
     if four_bit:
         base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
@@ -147,7 +147,7 @@ def load_files(args, count):
 
     --vocabulary: random weights of the model's shape with so many tokens in the head.
     """
-    device = pick_device()
+    device = this_device()
     source = args.model or str(corpus.MODEL)
     tokenizer, config = models.load_tokenizer(source), models.load_config(source)
     levels = []

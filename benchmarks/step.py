@@ -24,16 +24,16 @@ from benchmarks.measure import (
     installed,
     mebibytes,
     peak_memory,
-    pick_device,
     product_rate,
     ratio,
     shown,
     spread,
     store_and_print,
+    this_device,
     time_variants,
 )
 from benchmarks.shapes import load
-from benchmarks.trl_step import IGNORED, TrainerSteps, labels_of
+from benchmarks.trl_step import IGNORED, TrainerSteps, sft_labels
 from bmo_weights import MAX_LOG_RATIO
 from selector import Selector
 
@@ -75,7 +75,7 @@ def padded(numbers, filling, device):
 def padded_losses(model, rows):
     """Mean loss of every row from full logits of a right-padded batch, (n,)."""
     ids = padded([row["input_ids"] for row in rows], 0, model.device)
-    labels = padded([labels_of(row) for row in rows], IGNORED, model.device)
+    labels = padded([sft_labels(row) for row in rows], IGNORED, model.device)
     mask = padded([[1] * len(row["input_ids"]) for row in rows], 0, model.device)
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -206,11 +206,11 @@ class Variant:
 
     def tokens(self, steps, turn):
         """Tokens that a step trains on; G answers to a masked row are G - 1 rows more."""
-        return self.lower_tokens(steps, turn) + count_tokens(steps.rows(turn)[1])
+        return self.lower_tokens(steps, turn) + tokens_in(steps.rows(turn)[1])
 
     def lower_tokens(self, steps, turn):
         lower, _ = steps.rows(turn)
-        return count_tokens(lower) + (self.answers - 1) * count_tokens(masked_rows(lower))
+        return tokens_in(lower) + (self.answers - 1) * tokens_in(masked_rows(lower))
 
     def floor(self, steps, turn):
         """The step's matrix products as a multiple of plain SFT's."""
@@ -218,10 +218,10 @@ class Variant:
         if self.scored:
             work += self.lower_tokens(steps, turn) / 2
         lower, upper = steps.rows(turn)
-        return work / count_tokens(lower + upper)
+        return work / tokens_in(lower + upper)
 
 
-def count_tokens(rows):
+def tokens_in(rows):
     return sum(len(row["input_ids"]) for row in rows)
 
 
@@ -243,7 +243,7 @@ def variants_of(steps, groups=(1,)):
 
 # --- measured -------------------------------------------------------------------------------------
 
-def first_call(variant, model):
+def first_step(variant, model):
     """{"peak_bytes"} of a step, or {"failed"}: without enough memory, or a peer that breaks."""
     try:
         return {"peak_bytes": peak_memory(lambda: variant.call(0), model.device)}
@@ -259,7 +259,7 @@ def first_call(variant, model):
 def compare_steps(steps, groups=(1,)):
     """{variant: its figures} of as many rounds as `steps` has batches."""
     variants = variants_of(steps, groups)
-    results = {name: first_call(variant, steps.model) for name, variant in variants.items()}
+    results = {name: first_step(variant, steps.model) for name, variant in variants.items()}
     if "failed" in results[SFT]:  # what all others are compared with
         raise torch.OutOfMemoryError(results[SFT]["failed"])
     losses = {name: [] for name in variants}
@@ -298,12 +298,12 @@ def product_share(steps, results):
     counts = counter.get_flop_counts()["Global"]
     products = sum(flops for name, flops in counts.items() if "mm" in str(name))
     lower, upper = steps.rows(0)
-    per_token = products / count_tokens(lower + upper)
+    per_token = products / tokens_in(lower + upper)
     rate = product_rate(steps.model.device, steps.model.get_input_embeddings().weight.dtype)
     return per_token * results[SFT]["tokens_per_second"]["median"] / rate, rate
 
 
-def table_of(results):
+def step_table(results):
     """(header, rows) of what `compare_steps` returns."""
     header = ["step", "seconds", "tokens/s", "of plain SFT", "floor", "peak MiB", "loss diff."]
     rows = []
@@ -325,7 +325,7 @@ def table_of(results):
 
 
 def bench_step(args):
-    batch = args.batch or (32 if pick_device().type == "cuda" else 8)
+    batch = args.batch or (32 if this_device().type == "cuda" else 8)
     model, lower, upper = load(args, batch * args.rounds)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
@@ -333,10 +333,10 @@ def bench_step(args):
         "rows of each level": batch,
         "micro batch": args.micro_batch,
         "V": model.get_base_model().config.vocab_size,
-        "mean tokens a step": count_tokens(lower + upper) // args.rounds,
+        "mean tokens a step": tokens_in(lower + upper) // args.rounds,
         "rounds": args.rounds,
     }
-    store_and_print(args, settings, results, *table_of(results))
+    store_and_print(args, settings, results, *step_table(results))
     share, rate = product_share(steps, results)
     print(f"plain SFT's matrix products would take {share:.0%} of its time at the rate of a large "
           f"one here ({rate / 1e12:.2f} TFLOP/s)")

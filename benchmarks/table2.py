@@ -4,7 +4,7 @@ import math
 
 import batches
 import generate
-from benchmarks.measure import clock, pick_device, store_and_print
+from benchmarks.measure import clock, store_and_print, this_device
 from benchmarks.shapes import load_shape, work_of
 from benchmarks.step import BDS_NEXT, SFT, Steps, compare_steps, online_name
 
@@ -108,7 +108,7 @@ def beside_published(measured):
     return results
 
 
-def table_of(results):
+def hours_table(results):
     """(header, rows) of what `beside_published` returns: the shapes measured, else all."""
     shapes = list(results["BDS"]["extrapolated_hours"]) or list(PUBLISHED_ROWS)
     header = ["hours"]
@@ -129,9 +129,9 @@ def bench_table2(args):
     shapes = []  # without a GPU the published hours stand alone: a CPU says nothing about them
     if args.model is not None:
         shapes = [args.model]
-    elif pick_device().type == "cuda":
+    elif this_device().type == "cuda":
         shapes = list(PUBLISHED_ROWS)
     results = beside_published({shape: extrapolate(shape, args.rounds) for shape in shapes})
     settings = {"epochs": EPOCHS, "K_gen": K_GEN, "rounds": args.rounds}
-    store_and_print(args, settings, results, *table_of(results))
+    store_and_print(args, settings, results, *hours_table(results))
     print(ASSUMED)

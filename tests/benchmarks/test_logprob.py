@@ -12,7 +12,6 @@ def test_logprob(measured):
         assert results[name]["floor"] == "floor: two products"
     assert results["floor: two products"]["ratio_to_floor"]["median"] == 1.0
     assert results["no gradient"]["floor"] == "floor: one product"
-    assert "of the floor" in measured.text
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
         for name in ("torch linear_cross_entropy", "torch linear_cross_entropy, chunked"):
             assert results[name]["gradient_error"] < 1e-4
