@@ -4,11 +4,12 @@ A row is judged by its last turn: the last run of trained tokens, of which the e
 apart. Earlier turns belong to the prompt.
 """
 
+import functools
 from dataclasses import dataclass
 
 import detect
 from batches import answer_row, row_losses, take, token_groups, tokens_only
-from data.tokens import end_ids, fact_reader
+from data.tokens import end_ids
 from logprobs import pack, token_logps
 from models import context_length
 from ranking import behind_blank
@@ -46,7 +47,16 @@ class Reader:
 
 def make_reader(model, tokenizer):
     """The `Reader` of a model with its tokenizer; each token's text is read once."""
-    return Reader(model, end_ids(tokenizer), fact_reader(tokenizer, fact))
+
+    @functools.cache
+    def facts(token):
+        text = tokenizer.decode([token]).lstrip()
+        word = tokenizer.convert_ids_to_tokens(token) or ""
+        if word.startswith(("\u0120", "\u2581")):  # a word begins here
+            text = " " + text
+        return fact(text)
+
+    return Reader(model, end_ids(tokenizer), facts)
 
 
 def fact(text):
