@@ -284,7 +284,7 @@ def test_processes_that_start_together_share_one_cache(load, tmp_path):
 
 @pytest.mark.slow
 def test_memory_is_flat(load):
-    """Thirty thousand rows, which take 100 MB as lists of Python's, are read and cached in 50."""
+    """Thirty thousand rows take 150 MB as Python objects; they are read and cached in 50."""
     rows = make_rows(1_000, seed=1, longest=60)
     load(rows)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
