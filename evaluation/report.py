@@ -159,9 +159,7 @@ def before_and_after(run):
 
 def folded_table(title, values):
     """A folded table of {name: value}."""
-    rows = []
-    for key, value in values.items():
-        rows.append([key, f"{value:.6g}" if isinstance(value, float) else str(value)])
+    rows = [[key, str(value)] for key, value in values.items()]
     table = html_table(["name", "value"], rows, "config", limit=300)
     return f"<details><summary>{title}</summary>{table}</details>"
 

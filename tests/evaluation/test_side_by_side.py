@@ -32,7 +32,18 @@ def test_answers_of_runs_and_their_base(files, train, online, tmp_path, capfd, r
     columns = [f"--- base {base_of(first)}", "--- run", "--- online"]
     assert titles == ["=== red\ufffd[2J", *columns, "=== green", *columns]
     out = tmp_path / "answers.txt"
-    front.main(["answers", str(first.out), "--prompt", "red", "--max-new-tokens", "5", "--out", str(out)])
+    front.main(
+        [
+            "answers",
+            str(first.out),
+            "--prompt",
+            "red",
+            "--max-new-tokens",
+            "5",
+            "--out",
+            str(out),
+        ]
+    )
     assert out.read_text().startswith("=== red\n--- base ")
     line = refused(lambda: front.main(["answers", str(first.out)]))
     assert "give --prompt TEXT or --prompts FILE" in line
