@@ -101,10 +101,11 @@ def add_models(commands):
     add("--batch-size", type=int, default=8)
     add("--base", action="store_true", help="the run's base model instead")
     add("--out", help="also write the numbers as json")
-    add = add_command(commands, "answers", answers.run_answers, several=True)
+    add = add_command(commands, "answers", answers.print_answers, several=True)
     add("--prompt", action="append", default=[], help="a prompt; may be repeated")
     add("--prompts", help="file of prompts (json or jsonl with instruction or prompt)")
     add("--max-new-tokens", type=int, default=256)
+    add("--out", help="write the text here instead of printing it")
     text = "win rate against a reference: generate, judge, rate"
     winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
 

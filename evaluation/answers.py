@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import utils
 from evaluation.losses import load_trained
+from evaluation.runs import check_output
 from evaluation.texts import printable
 from evaluation.winrate import read_prompts, respond
 from utils import UserError
@@ -32,7 +34,7 @@ def answer_prompts(names, prompts, max_new_tokens):
     return answers
 
 
-def run_answers(args):
+def print_answers(args):
     """Base models and runs answer the same prompts, greedily."""
     prompts = list(args.prompt)
     if args.prompts:
@@ -40,7 +42,14 @@ def run_answers(args):
     if not prompts:
         raise UserError("answers: give --prompt TEXT or --prompts FILE")
     answers = answer_prompts(args.runs, prompts, args.max_new_tokens)
+    lines = []
     for number, prompt in enumerate(prompts):
-        print(f"=== {printable(prompt)}")
+        lines.append(f"=== {prompt}")
         for title, texts in answers.items():
-            print(f"--- {printable(title)}\n{printable(texts[number])}")
+            lines.append(f"--- {title}\n{texts[number]}")
+    text = printable("\n".join(lines))
+    if args.out:
+        check_output(args.out, *args.runs)
+        utils.write_atomic(args.out, f"{text}\n")
+    else:
+        print(text)

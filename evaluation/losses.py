@@ -35,11 +35,6 @@ def load_trained(name):
     if is_model(name):
         return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
     run = Run(name)
-    if not (run.folder / "adapter").is_dir():
-        raise UserError(
-            f"{name}: no adapter folder; the run has not finished (continue it with "
-            "--resume)"
-        )
     dtype, trained = run.args.dtype, run.config["environment"]
     if dtype == "auto" and trained["device"] == device.type == "cpu":
         dtype = trained["dtype"]  # what auto was there: processors differ

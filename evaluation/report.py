@@ -14,6 +14,7 @@ from evaluation import plots
 from evaluation.comparison import check_same_data, comparison_cells, comparison_rows
 from evaluation.runs import check_output, each_curated, read_ranking
 from evaluation.texts import escaped_html, html_table, one_line, plain
+from row_tests.look import REASONS
 from runtime.command import reading
 from utils import UserError, read_jsonl
 
@@ -128,7 +129,8 @@ def row_tests_section(run, texts):
     flagged = [row for row in run.rows if row["reason"]]
     counts = {}
     for row in flagged:
-        count = counts.setdefault(row["reason"], [row["reason"], 0, 0])
+        words = REASONS.get(row["reason"], row["reason"])
+        count = counts.setdefault(words, [words, 0, 0])
         count[1] += 1
         count[2] += row["kept"]
     counts = sorted(counts.values(), key=lambda count: -count[1])
@@ -136,7 +138,7 @@ def row_tests_section(run, texts):
     known.sort(key=lambda row: -row["surprise"])
     return (
         f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
-        + html_table(["reason", "rows", "of these kept by the run"], counts)
+        + html_table(["the answers are", "rows", "of these kept by the run"], counts)
         + cards(known, texts)
     )
 
@@ -157,9 +159,7 @@ def before_and_after(run):
 
 def folded_table(title, values):
     """A folded table of {name: value}."""
-    rows = []
-    for key, value in values.items():
-        rows.append([key, f"{value:.6g}" if isinstance(value, float) else str(value)])
+    rows = [[key, str(value)] for key, value in values.items()]
     table = html_table(["name", "value"], rows, "config", limit=300)
     return f"<details><summary>{title}</summary>{table}</details>"
 

@@ -63,11 +63,9 @@ def read_prompts(path):
     rows = read_list(path, ())
     key = "instruction" if "instruction" in rows[0] else "prompt"
     prompts = []
-    for row in read_list(path, (key,)):
-        prompt = row[key]
-        if row.get("input"):
-            prompt += f"\n{row['input']}"
-        prompts.append(prompt)
+    with reading(path):
+        for row in rows:
+            prompts.append(f"{row[key]}\n{row['input']}" if row.get("input") else row[key])
     return prompts
 
 

@@ -244,7 +244,7 @@ def test_what_holds_no_row_leaves_no_file(tmp_path, refused):
     assert "holds no row for --format pairs" in refused(lambda: export(file, "pairs"))
     write_rows(file, [entry | {"kept": False, "recommended": "original"}])
     assert "holds no row for --format messages" in refused(lambda: export(file, "messages"))
-    assert "no such file" in refused(lambda: export(tmp_path / "nowhere", "pairs"))
+    assert "No such file" in refused(lambda: export(tmp_path / "nowhere", "pairs"))
     assert "'kept'" in refused(lambda: export(write_rows(file, [{"row_id": 1}]), "alpaca"))
     assert listing(tmp_path) == ["set.jsonl"]
 

@@ -28,7 +28,7 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
         assert row["kept"] == (entry["rank"] <= 10)
     for fraction, words in ((0, "(0, 1]"), (1.5, "(0, 1]"), (0.001, "none would be kept")):
         assert words in refused(lambda f=fraction: keep(run, f))
-    assert "no such file" in refused(lambda: keep(tmp_path, 0.5))
+    assert "No such file" in refused(lambda: keep(tmp_path, 0.5))
 
 
 def test_keep_counts_the_ranks_of_a_file_anew(tmp_path):

@@ -7,7 +7,7 @@ import eval as front
 from evaluation.answers import answer_prompts
 
 
-def test_answer_prompts_runs_and_their_base(files, train, online, tmp_path, capfd, refused):
+def test_answers_of_runs_and_their_base(files, train, online, tmp_path, capfd, refused):
     paths = files()
     first = train(paths, epochs=1, lr=0.3)
     second = online(paths, out="online", epochs=1)
@@ -31,6 +31,20 @@ def test_answer_prompts_runs_and_their_base(files, train, online, tmp_path, capf
     titles = [line for line in text.splitlines() if line.startswith(("=== ", "--- "))]
     columns = [f"--- base {base_of(first)}", "--- run", "--- online"]
     assert titles == ["=== red\ufffd[2J", *columns, "=== green", *columns]
+    out = tmp_path / "answers.txt"
+    front.main(
+        [
+            "answers",
+            str(first.out),
+            "--prompt",
+            "red",
+            "--max-new-tokens",
+            "5",
+            "--out",
+            str(out),
+        ]
+    )
+    assert out.read_text().startswith("=== red\n--- base ")
     line = refused(lambda: front.main(["answers", str(first.out)]))
     assert "give --prompt TEXT or --prompts FILE" in line
 
