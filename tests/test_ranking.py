@@ -17,6 +17,7 @@ from utils import UserError, table
 
 # --- rankings against labels ----------------------------------------------------------------------
 
+
 def count_pairs(scores, bad):
     """P(good above bad) over all pairs of a good and a bad row, ties one half."""
     wins, pairs = 0.0, 0
@@ -39,14 +40,17 @@ def test_eq_auroc_is_the_share_of_ordered_pairs(levels):
         assert auroc(scores, bad) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("scores, bad, expected", [
-    ([3.0, 2.0, 1.0], [False, False, True], 1.0),
-    ([1.0, 2.0, 3.0], [False, False, True], 0.0),
-    ([1.0, 1.0, 1.0], [False, True, True], 0.5),
-    ([1.0, 2.0], [True, True], None),
-    ([1.0, 2.0], [False, False], None),
-    ([], [], None),
-])
+@pytest.mark.parametrize(
+    "scores, bad, expected",
+    [
+        ([3.0, 2.0, 1.0], [False, False, True], 1.0),
+        ([1.0, 2.0, 3.0], [False, False, True], 0.0),
+        ([1.0, 1.0, 1.0], [False, True, True], 0.5),
+        ([1.0, 2.0], [True, True], None),
+        ([1.0, 2.0], [False, False], None),
+        ([], [], None),
+    ],
+)
 def test_auroc_corners(scores, bad, expected):
     assert auroc(scores, bad) == expected
 
@@ -55,10 +59,17 @@ def test_eq_ranking_metrics_by_hand():
     #          good  cut  other  good  cut   good
     scores = [0.9, 0.1, 0.5, 0.3, 0.2, 0.8]
     bad = [False, True, True, False, True, False]
-    kinds = ["cut", "cut", "other", "clean", "cut", "clean"]  # of a good row it says nothing
+    kinds = [
+        "cut",
+        "cut",
+        "other",
+        "clean",
+        "cut",
+        "clean",
+    ]  # of a good row it says nothing
     assert ranking_metrics(scores, bad, kinds) == {
-        "auroc": pytest.approx(8 / 9),           # all pairs but (0.3 good, 0.5 other)
-        "precision": pytest.approx(2 / 3),       # the lowest three are cut, cut, good
+        "auroc": pytest.approx(8 / 9),  # all pairs but (0.3 good, 0.5 other)
+        "precision": pytest.approx(2 / 3),  # the lowest three are cut, cut, good
         "auroc/cut": 1.0,
         "recall/cut": 1.0,
         "auroc/other": pytest.approx(2 / 3),
@@ -110,6 +121,7 @@ def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
 
 # --- ranking files --------------------------------------------------------------------------------
 
+
 def numbered(count):
     return datasets.Dataset.from_list([{"row_id": n, "hash": f"{n}"} for n in range(count)])
 
@@ -133,8 +145,15 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
     lines = read_rows(file)
     assert [line["row_id"] for line in lines] == [1, 3, 2, 0, 4]
     assert [line["kept"] for line in lines] == [True] * 3 + [False] * 2
-    assert lines[3] == {"row_id": 0, "hash": "0", "bad": True, "rank": 4, "kept": False,
-                        "weight": 0.5, "reason": "end"}
+    assert lines[3] == {
+        "row_id": 0,
+        "hash": "0",
+        "bad": True,
+        "rank": 4,
+        "kept": False,
+        "weight": 0.5,
+        "reason": "end",
+    }
     assert ranks.tolist() == [4, 1, 3, 2, 5]
     assert kept_by(rows, file) == kept.tolist()
 
@@ -150,12 +169,15 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
         kept_by(numbered(3), file)
 
 
-@pytest.mark.parametrize("line", [
-    {"row_id": 1, "hash": "other", "kept": True},  # of other data
-    {"row_id": 1, "hash": "1", "kept": "no"},
-    {"row_id": 1, "hash": "1"},
-    {"hash": "1", "kept": True},
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"row_id": 1, "hash": "other", "kept": True},  # of other data
+        {"row_id": 1, "hash": "1", "kept": "no"},
+        {"row_id": 1, "hash": "1"},
+        {"hash": "1", "kept": True},
+    ],
+)
 def test_a_ranking_of_other_data_or_without_verdicts_is_refused(tmp_path, line):
     file = write_rows(tmp_path / "ranking.jsonl", [line])
     with pytest.raises(UserError, match="row_id"):
@@ -173,6 +195,7 @@ def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
 
 
 # --- scores ---------------------------------------------------------------------------------------
+
 
 def test_an_original_that_omega_has_not_judged_counts_by_the_implicit_weight():
     """Each group by its own ranks; rows that weights or a file masked come last."""
@@ -196,7 +219,18 @@ def test_a_masked_row_that_nothing_stood_in_for_has_no_weight():
     assert torch.equal(counted, weights * torch.tensor([1.0, 1.0, 0.0, 1.0]))
 
 
+def test_a_blank_prompt_gives_way_to_an_answer_that_fills_the_context():
+    """A model of learned positions has none behind its context, one of a window refuses it."""
+    llama = make_llama()
+    room = llama.config.max_position_embeddings
+    for length, kept in ((5, 20), (room - 5, 5), (room, 1)):
+        row = ranking.behind_blank(llama, list(range(20)), [3] * length)
+        assert row["input_ids"] == list(range(20 - kept, 20)) + [3] * length
+        assert row["trained"] == [0] * kept + [1] * length
+
+
 # --- losses ---------------------------------------------------------------------------------------
+
 
 def test_eq_mean_losses_of_sequences_and_of_tokens():
     """(1 + 3) / 2 over sequences; (1 * 1 + 3 * 9) / 10 over tokens."""
@@ -229,7 +263,8 @@ def plain_loss(plain, row):
 
 @pytest.mark.parametrize("tokens", [1, 60, 4096])
 def test_eq_row_losses_are_those_of_plain_forwards(
-        monkeypatch, tmp_path, tokenizer, llamas, tokens):
+    monkeypatch, tmp_path, tokenizer, llamas, tokens
+):
     """Eq. SFT_def over the response length, each row alone; however many go into one forward."""
     monkeypatch.setattr(batches, "TOKENS_AT_ONCE", tokens)
     path = write_rows(tmp_path / "rows.jsonl", make_rows(25, seed=21))
@@ -251,7 +286,9 @@ def test_eq_greedy_rows_are_those_that_generation_writes(tokenizer, llamas):
     for number in range(18):
         text = f"User: {number} {make_rows(1, seed=number)[0]['prompt']}\nAssistant:"
         prompt = tokenizer(text, return_tensors="pt")
-        written = plain.generate(**prompt, do_sample=False, max_new_tokens=2 + number % 7)[0]
+        written = plain.generate(**prompt, do_sample=False, max_new_tokens=2 + number % 7)[
+            0
+        ]
         start = prompt["input_ids"].shape[1]
         if number % 3 == 0:
             place = (start, (start + len(written)) // 2, len(written) - 1)[number % 9 // 3]

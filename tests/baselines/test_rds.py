@@ -18,7 +18,9 @@ def brute_vectors(folder, path, cache):
     vectors = []
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
-        hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].numpy()
+        hidden = (
+            model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].numpy()
+        )
         weights = np.arange(1, len(hidden) + 1)
         mean = weights @ hidden / weights.sum()
         vectors.append(mean / np.linalg.norm(mean))
@@ -38,11 +40,15 @@ def round_robin(cosines):
 
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
-def test_eq_rds_by_the_models_own_hidden_states(rank, files, folders, tmp_path, name, monkeypatch):
+def test_eq_rds_by_the_models_own_hidden_states(
+    rank, files, folders, tmp_path, name, monkeypatch
+):
     monkeypatch.setattr(rds, "UPPER_AT_ONCE", 3)  # the last block is not a full one
     rows = []
     for number, word in enumerate(WORDS[:7]):
-        rows.append({"prompt": f"{word} {number}", "response": f"{word} {'stone ' * number}."})
+        rows.append(
+            {"prompt": f"{word} {number}", "response": f"{word} {'stone ' * number}."}
+        )
     paths = files(lower=20, heldout=4)
     paths["upper"] = write_rows(tmp_path / "trusted.jsonl", rows)
     cache = tmp_path / "cache"
@@ -50,7 +56,8 @@ def test_eq_rds_by_the_models_own_hidden_states(rank, files, folders, tmp_path, 
     upper = brute_vectors(folders[name], paths["upper"], cache)
     cosines = upper @ lower.T
     made = rank(
-        "rds", paths, model=folders[name], dtype="float64", upper_heldout=paths["heldout"])
+        "rds", paths, model=folders[name], dtype="float64", upper_heldout=paths["heldout"]
+    )
     assert "7 upper rows" in made.text
     nearest = [row["cosine"] for row in made.rows]
     assert np.allclose(nearest, cosines.max(axis=0), atol=1e-6)

@@ -25,7 +25,7 @@ def tokenised(folder, path, cache):
 def brute_loss(model, prompt, answer):
     """The mean loss of an answer behind a prompt, token ids both, by the model's own logits."""
     ids = torch.tensor([prompt + answer])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1:-1]
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item()
 
 
@@ -69,17 +69,22 @@ def test_eq_ifd_by_the_models_own_logits(rank, folders, tmp_path, name, monkeypa
 def test_the_blank_prompt_of_a_sorted_file_is_the_templates(folders, tmp_path):
     """The first hundred questions begin alike; rows from all over the file do not."""
     questions = [f"red stone {n}" for n in range(100)] + [f"blue {n}" for n in range(20)]
-    path = write_rows(tmp_path / "rows.jsonl", [
-        {"prompt": question, "response": "x"} for question in questions])
+    path = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"prompt": question, "response": "x"} for question in questions],
+    )
     rows, tokenizer = tokenised(folders["llama"], path, tmp_path / "cache")
     blank = tokenizer.decode(blank_prompt(rows, sample=10))
     assert blank.replace(" ", "") == BLANK["llama"].replace(" ", "")
 
 
-@pytest.mark.parametrize("order, expected", [
-    ("aligned", [0, 4, 2, 3, 1]),
-    ("hard", [2, 4, 0, 3, 1]),
-])
+@pytest.mark.parametrize(
+    "order, expected",
+    [
+        ("aligned", [0, 4, 2, 3, 1]),
+        ("hard", [2, 4, 0, 3, 1]),
+    ],
+)
 def test_ifd_orders(order, expected):
     ratios = torch.tensor([0.3, 1.2, 0.9, 1.0, 0.5])
     made = scores.ifd_scores(ratios, order)["score"]
@@ -89,7 +94,9 @@ def test_ifd_orders(order, expected):
 def test_length_counts_characters_and_random_is_seeded(rank, files):
     files = files(lower=50)
     responses = [row["response"] for row in read_rows(files["lower"])]
-    assert rank("length", files).scores.tolist() == [len(response) for response in responses]
+    assert rank("length", files).scores.tolist() == [
+        len(response) for response in responses
+    ]
     orders = [rank("random", files, seed=seed).order for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == list(range(50)) != orders[0]

@@ -19,7 +19,9 @@ def preferences(files, tmp_path):
     files = files(lower=12, upper=30)
     pairs = []
     for number, row in enumerate(read_rows(files["upper"])):
-        pairs.append({"prompt": row["prompt"], "chosen": row["response"], "rejected": f"{number}"})
+        pairs.append(
+            {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"{number}"}
+        )
     pairs[4]["rejected"] = pairs[4]["chosen"]
     pairs[9]["rejected"] = ""
     return {"lower": files["lower"], "upper": write_rows(tmp_path / "pairs.jsonl", pairs)}
@@ -45,7 +47,9 @@ def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp
 
 
 @pytest.mark.parametrize("method", ["dsir", "less", "rds"])
-def test_of_preference_pairs_the_chosen_responses_count(rank, preferences, tmp_path, method):
+def test_of_preference_pairs_the_chosen_responses_count(
+    rank, preferences, tmp_path, method
+):
     """As if the upper rows were the chosen ones and nothing else."""
     chosen = []
     for number, pair in enumerate(read_rows(preferences["upper"])):
@@ -99,8 +103,15 @@ def test_bad_input(rank, files, folders, refused, tmp_path):
         assert "would overwrite" in line
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"args": {}}')
-    assert "would overwrite" in refused(lambda: rank("random", files, out="run/weights.jsonl"))
-    for name, value in (("keep_fraction", 0), ("epochs", 0), ("seed", -1), ("max_length", 0)):
+    assert "would overwrite" in refused(
+        lambda: rank("random", files, out="run/weights.jsonl")
+    )
+    for name, value in (
+        ("keep_fraction", 0),
+        ("epochs", 0),
+        ("seed", -1),
+        ("max_length", 0),
+    ):
         with pytest.raises((SystemExit, UserError)):
             rank("less", files, **{name: value})
 
