@@ -77,30 +77,39 @@ cut by a length limit has no end to judge.
 
 import math
 
-import numpy
 import torch
 
 DETECTORS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo")
-TAIL = 0.1            # share of the null beyond which its tail is taken as exponential
-LEAST = 20            # rows of a null with a tail; fewer trusted rows are no null
-BAND = 80             # null rows in a band of answer length, at least
+TAIL = 0.1  # share of the null beyond which its tail is taken as exponential
+LEAST = 20  # rows of a null with a tail; fewer trusted rows are no null
+BAND = 80  # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
-GARBLED = -math.log(0.01)  # nats; a loss as surprising explains the end and the relevance too
-SPAN = 2              # tokens of a slip and of a peak
-GROWTH = {"slip": 1.0, "peak": 2.0}   # nats by which it grows with ln T
-RANKING = {"slip": 6.0, "peak": 3.5}  # good rows have it: it flags none, counts up to so many nats
-PLAUSIBLE = 0.15      # a flagged row is at least as bad as this share of the made faults
-FDR = 0.1             # nominal share of good rows among the flagged: the nulls are estimates
-RARE = 0.02           # the least share of the file that has each fault
-FAULTY = 3.0          # mean surprise of faulty rows before any is known
-FEW = 5               # as many rows weigh as much as FAULTY
-MEANS = (2.0, 12.0)   # range of the mean surprise of faulty rows
+GARBLED = -math.log(
+    0.01
+)  # nats; a loss as surprising explains the end and the relevance too
+SPAN = 2  # tokens of a slip and of a peak
+GROWTH = {"slip": 1.0, "peak": 2.0}  # nats by which it grows with ln T
+RANKING = {
+    "slip": 6.0,
+    "peak": 3.5,
+}  # good rows have it: it flags none, counts up to so many nats
+PLAUSIBLE = 0.15  # a flagged row is at least as bad as this share of the made faults
+FDR = 0.1  # nominal share of good rows among the flagged: the nulls are estimates
+RARE = 0.02  # the least share of the file that has each fault
+FAULTY = 3.0  # mean surprise of faulty rows before any is known
+FEW = 5  # as many rows weigh as much as FAULTY
+MEANS = (2.0, 12.0)  # range of the mean surprise of faulty rows
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
-COPIED, NEWS, ECHO_LENGTH = 0.8, 0.1, 8  # an echo: copied 3-grams, new tokens, answer tokens
+COPIED, NEWS, ECHO_LENGTH = (
+    0.8,
+    0.1,
+    8,
+)  # an echo: copied 3-grams, new tokens, answer tokens
 
 
 # --- one row --------------------------------------------------------------------------------------
+
 
 def row_numbers(prompt, answer, given, blank, end, places=()):
     """What the detectors read of a row, {name: float}; NaN where there is nothing to judge.
@@ -148,7 +157,7 @@ def worst_span(losses, places):
 def grams(tokens, size):
     """The n-grams of a list of tokens, in order."""
     starts = range(len(tokens) - size + 1)
-    return [tuple(tokens[start:start + size]) for start in starts]
+    return [tuple(tokens[start : start + size]) for start in starts]
 
 
 def repetition(answer, size=4):
@@ -192,9 +201,14 @@ def scaled(name, numbers):
 
 # --- nulls ----------------------------------------------------------------------------------------
 
+
 def quantile(values, shares):
     """The quantiles of values (n,), linear between two: `torch.quantile` reads 2^24 at most."""
-    return torch.as_tensor(numpy.quantile(values, shares))
+    at = torch.as_tensor(shares, dtype=torch.float64) * (len(values) - 1)
+    ordered = values.sort().values
+    low = ordered[at.floor().long()]
+    high = ordered[at.ceil().long()]
+    return torch.lerp(low, high, at.frac().to(ordered))
 
 
 def good_side(values, name=None):
@@ -212,7 +226,7 @@ def good_side(values, name=None):
     below = values[values <= middle]
     null = torch.cat([below, 2 * middle - below])
     if name == "end":
-        return null ** 3
+        return null**3
     if name == "fluency":
         return null.exp()
     return null
@@ -336,7 +350,9 @@ def surprises(numbers, trusted=None, faults=None):
     for name in SCALES:
         if name in surprising:
             surprising[name] = fixed_surprise(numbers[name], *SCALES[name])
-            usual &= surprising[name] < GARBLED  # what a text shows to be bad is no part of a null
+            usual &= (
+                surprising[name] < GARBLED
+            )  # what a text shows to be bad is no part of a null
     if not usual.any():
         usual = ~usual
     for name in surprising:
@@ -367,6 +383,7 @@ def null_surprise(name, numbers, usual, trusted, faults):
 
 
 # --- verdicts -------------------------------------------------------------------------------------
+
 
 def fit_causes(surprising, rounds=50):
     """(w (D,), mu (D,)) of D detectors: the share of rows that each fault has, its mean surprise.

@@ -139,12 +139,6 @@ def _read_weights(name, device, dtype, four_bit):
             f"{name}: the weights file lacks {len(missing)} of the model's tensors "
             f"(such as {min(missing)}); copy it again"
         )
-    unexpected = report["unexpected_keys"]
-    if unexpected:
-        print(
-            f"warning: {name}: {len(unexpected)} tensors of the weights file have no place in "
-            f"the model of its config.json ({min(unexpected)}, ...)"
-        )
     return model
 
 

@@ -18,6 +18,7 @@ ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 G
 
 # --- scores to ranks ------------------------------------------------------------------------------
 
+
 def rank_rows(scores):
     """Ranks 1 (best) to N of (N,) scores, ties in row order."""
     ranks = torch.empty(len(scores), dtype=torch.long)
@@ -55,6 +56,7 @@ def counted_weights(selector, masked=None):
 
 # --- ranking files --------------------------------------------------------------------------------
 
+
 def write_ranking(path, lower, scores, keep_fraction, columns):
     """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
 
@@ -90,26 +92,36 @@ def kept_by(rows, file, unlisted="do not train"):
     listed = {}
     for number, line in enumerate(each_jsonl(file), 1):
         if type(line.get("kept")) is not bool or not {"row_id", "hash"} <= line.keys():
-            raise UserError(f"{file} row {number}: a ranking has row_id, hash, rank and kept (true "
-                            "or false) in every row")
+            raise UserError(
+                f"{file} row {number}: a ranking has row_id, hash, rank and kept (true "
+                "or false) in every row"
+            )
         verdict = (line["hash"], line["kept"])
         if listed.setdefault(line["row_id"], verdict) != verdict:
-            raise UserError(f"{file} row {number}: row_id {line['row_id']} is kept in one line and "
-                            "not in another; leave one of them")
+            raise UserError(
+                f"{file} row {number}: row_id {line['row_id']} is kept in one line and "
+                "not in another; leave one of them"
+            )
     kept = []
     for row_id, content in zip(rows["row_id"][:], rows["hash"][:], strict=True):
         listed_hash, verdict = listed.pop(row_id, (content, None))
         if listed_hash != content:
-            raise UserError(f"{file}: row_id {row_id} has hash {listed_hash}, the lower rows have "
-                            f"{content}: the ranking belongs to other data")
+            raise UserError(
+                f"{file}: row_id {row_id} has hash {listed_hash}, the lower rows have "
+                f"{content}: the ranking belongs to other data"
+            )
         kept.append(verdict)
     missing = sum(verdict for _, verdict in listed.values())
     if missing:
-        print(f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
-              "not among the lower rows")
+        print(
+            f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
+            "not among the lower rows"
+        )
     if None in kept:
-        print(f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
-              f"{unlisted}")
+        print(
+            f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
+            f"{unlisted}"
+        )
     return kept
 
 
@@ -124,6 +136,7 @@ def rows_not_kept(rows, file):
 
 
 # --- rankings against known labels ----------------------------------------------------------------
+
 
 def auroc(scores, bad):
     """P(score of a good row > score of a bad row), ties one half; None without both sorts of rows.
@@ -200,6 +213,7 @@ def print_label_table(metrics, scores):
 
 
 # --- the blank prompt -----------------------------------------------------------------------------
+
 
 def blank_prompt(rows, sample=500):
     """The template around an empty question: the tokens that all prompts share.

@@ -36,7 +36,6 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import batches
 import bmo_weights
@@ -108,8 +107,6 @@ def parse_args(argv=None):
     options.add_arguments(parser)
     parser.set_defaults(method="online")
     args = options.parse(parser, argv, PRESETS)
-    if args.mask not in ("static", "dynamic") and not Path(args.mask).is_file():
-        raise UserError(f"--mask {args.mask}: neither static, dynamic nor a file")
     if not 0 < args.ratio_masked <= 1:
         raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")
     options.at_least_one(args, "num_answers", "k_gen", "max_new_tokens", "generation_batch")
@@ -129,40 +126,27 @@ def parse_args(argv=None):
 
 @dataclass(frozen=True)
 class Masking:
-    """How rows are masked and answered.
-
-    given (N,) bool: the rows that a file masks, or None; is_ranked: whether the last mask holds
-    the rows that weights or a file put last, and is no random sample; sampling: of `generate`.
-    """
+    """Which rows are masked: `kind` "static" or "dynamic" with the share `ratio`, or those of
+    `given` (N,) bool, which a file names. is_ranked: whether the last mask holds the rows that
+    weights or a file put last, and is no random sample."""
 
     kind: str
     ratio: float
     given: torch.Tensor | None
     is_ranked: bool
-    num_answers: int
-    sampling: dict
-
-    def answer(self, model, prompts, names, step):
-        """`answer` with these settings."""
-        label = f"answers of step {step}"
-        return answer(model, prompts, names, step, self.num_answers, self.sampling, label)
 
 
-def plan_masks(args, plan, lower, end_ids):
+def plan_masks(args, plan, lower):
     """`Masking` of a run over the lower rows, printed with the arithmetic."""
     given = None
     num_masked = round(args.ratio_masked * plan.num_rows)
     if args.mask not in ("static", "dynamic"):
         given = ranking.rows_not_kept(lower, args.mask)
         num_masked = int(given.sum())
-    if num_masked == 0:
+    if num_masked == 0 or args.first_refresh >= plan.total_steps:
         raise UserError(
-            f"--ratio-masked {args.ratio_masked}: masks none of {plan.num_rows} rows"
-        )
-    if args.first_refresh >= plan.total_steps:
-        raise UserError(
-            f"--first-refresh {args.first_refresh}: the run has {plan.total_steps} steps, so no "
-            "row would ever be masked"
+            f"--ratio-masked {args.ratio_masked} of {plan.num_rows} rows, --first-refresh "
+            f"{args.first_refresh} of {plan.total_steps} steps: no row would ever be masked"
         )
     steps_left = plan.total_steps - 1 - args.first_refresh
     last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
@@ -175,16 +159,8 @@ def plan_masks(args, plan, lower, end_ids):
             "warning: the only refresh is before the first step: the untrained model writes all "
             f"answers, and a dynamic mask is random; make --k-gen smaller than {plan.total_steps}"
         )
-    sampling = {
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.temperature,
-        "end_ids": end_ids,
-        "batch_size": args.generation_batch,
-    }
     is_ranked = given is not None or (args.mask == "dynamic" and last_refresh > 0)
-    return Masking(
-        args.mask, args.ratio_masked, given, is_ranked, args.num_answers, sampling
-    )
+    return Masking(args.mask, args.ratio_masked, given, is_ranked)
 
 
 @dataclass
@@ -212,7 +188,7 @@ def new_mask(masking, logits, before, seed, refresh):
     return static_mask(len(logits), masking.ratio, generator)
 
 
-def answer(model, prompts, names, step, num_answers, sampling, label):
+def answer(model, prompts, names, step, num_answers, sampling):
     """Lines 6-7: G answers to each prompt, and their log-probs under this model.
 
     names: one string a prompt, the seed of its draws together with g. sampling: options of
@@ -226,6 +202,7 @@ def answer(model, prompts, names, step, num_answers, sampling, label):
             seeds.append(f"{name} {g}")
 
     def write(prompts, seeds):
+        label = f"answers of step {step}"
         return generate(model, prompts, seeds, label=label, **sampling)
 
     written = share_list(write, repeated, seeds)
@@ -426,6 +403,16 @@ def answer_step_metrics(losses, masked, present):
     }
 
 
+def sampling_options(args, run):
+    """What `generate` needs beside model, prompts and seeds."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "end_ids": curate.end_tokens(run.rows.lower, run.tokenizer),
+        "batch_size": args.generation_batch,
+    }
+
+
 def train(args, run, masking):
     """Algorithm 1. Returns the last mask (N,), {place: `Answers`}, the number of answers."""
     rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
@@ -436,6 +423,7 @@ def train(args, run, masking):
     upper = Upper(rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     limits["num_answers"] = args.num_answers
+    sampling = sampling_options(args, run)
     descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
     descend_hat = partial(
         descend, model, learner.theta_hat, learner.optimizer_hat, **limits
@@ -465,7 +453,9 @@ def train(args, run, masking):
                 row_ids = rows.lower.select(coming)["row_id"][:]
                 names = [f"{args.seed} {number} {row_id}" for row_id in row_ids]
                 prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
-                answers, written = masking.answer(model, prompts, names, step)
+                answers, written = answer(
+                    model, prompts, names, step, args.num_answers, sampling
+                )
                 buffer = dict(zip(coming, answers, strict=True))
                 num_written += len(written)
                 metrics |= answer_metrics(written)
@@ -562,10 +552,9 @@ def finish(args, run, masking, mask, buffer, num_written):
         bottom = masking.given
     places = bottom.nonzero().flatten().tolist()
     columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
+    sampling = sampling_options(args, run)
     result["answers_generated"] = num_written
-    result |= curate.curated_set(
-        run, places, buffer, columns, masking.sampling, args.template
-    )
+    result |= curate.curated_set(run, places, buffer, columns, sampling, args.template)
     session.save_and_print(run, result, labels, judged.scores)
 
 
@@ -578,7 +567,7 @@ def main(argv=None):
     options.penalties(
         args, plan.num_epochs
     )  # a rho outside (0, 1) is an error before the start
-    masking = plan_masks(args, plan, rows.lower, curate.end_tokens(rows.lower, tokenizer))
+    masking = plan_masks(args, plan, rows.lower)
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)
     run = session.set_up(args, device, tokenizer, rows, plan)

@@ -18,7 +18,13 @@ NEEDS_UPPER = ("dsir", "less", "rds")
 SIZES_OF_LESS = ("epochs", "batch", "micro_batch", "lora_rank", "lora_alpha")
 SETTINGS = {  # what one method alone reads
     "dsir": ("dsir_buckets", "dsir_min_words", "dsir_no_noise"),
-    "less": ("warmup_fraction", "lr", "gradient_checkpointing", "upper_groups", *SIZES_OF_LESS),
+    "less": (
+        "warmup_fraction",
+        "lr",
+        "gradient_checkpointing",
+        "upper_groups",
+        *SIZES_OF_LESS,
+    ),
     "ifd": ("ifd_order",),
 }
 
@@ -26,16 +32,35 @@ SETTINGS = {  # what one method alone reads
 def add_settings(parser):
     """The settings of the methods that have some, published values in brackets."""
     add = parser.add_argument_group("dsir").add_argument
-    add("--dsir-buckets", type=int, default=10_000, help="hash buckets of the n-grams (10,000)")
+    add(
+        "--dsir-buckets",
+        type=int,
+        default=10_000,
+        help="hash buckets of the n-grams (10,000)",
+    )
     add("--dsir-min-words", type=int, default=0, help="shorter rows come last (100)")
     add("--dsir-no-noise", action="store_true", help="the largest weights, not a sample")
     add = parser.add_argument_group("less").add_argument
-    add("--warmup-fraction", type=shared.share, default=0.05, help="of the lower rows (0.05)")
+    add(
+        "--warmup-fraction",
+        type=shared.share,
+        default=0.05,
+        help="of the lower rows (0.05)",
+    )
     add("--epochs", type=int, default=4, help="of the warm-up, a checkpoint each (4)")
     add("--lr", type=float, default=2e-5, help="of the warm-up, linear, 3 %% rising (2e-5)")
     add("--batch", type=int, default=32, help="rows a warm-up step (32)")
-    add("--micro-batch", type=int, default=8, help="rows whose gradients are in memory together")
-    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
+    add(
+        "--micro-batch",
+        type=int,
+        default=8,
+        help="rows whose gradients are in memory together",
+    )
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="less memory, a third more time",
+    )
     add("--lora-rank", type=int, default=128, help="(128)")
     add("--lora-alpha", type=int, default=512, help="(512)")
     add(

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from batches import each_row
+from data.sets import each_row
 
 WORDS = re.compile(r"\w+|[^\w\s]+")  # NLTK's WordPunctTokenizer
-NGRAMS_REMEMBERED = 2**22            # memory stays bounded on sets of any size
+NGRAMS_REMEMBERED = 2**22  # memory stays bounded on sets of any size
 
 
 @functools.lru_cache(maxsize=NGRAMS_REMEMBERED)
@@ -69,7 +69,9 @@ def dsir_log_weights(lower, upper, num_buckets=10_000):
     lower, upper: collections of texts. Returns (log weights (N,) float64, words (N,) int64). A sum
     over the n-grams of a text, not divided by its length.
     """
-    difference = log_probabilities(upper, num_buckets) - log_probabilities(lower, num_buckets)
+    difference = log_probabilities(upper, num_buckets) - log_probabilities(
+        lower, num_buckets
+    )
     weights, counts = [], []
     for text in tqdm(lower, desc="dsir: weights", unit=" rows", mininterval=1):
         buckets, words = ngram_buckets(text, num_buckets)

@@ -31,11 +31,22 @@ from logprobs import pack, sequence_logprobs
 from runtime import folder
 from utils import UserError
 
-SETTINGS = ("seed", "epochs", "lr", "batch", "micro_batch", "warmup_fraction", "lora_rank",
-            "lora_alpha", "dtype", "four_bit")
+SETTINGS = (
+    "seed",
+    "epochs",
+    "lr",
+    "batch",
+    "micro_batch",
+    "warmup_fraction",
+    "lora_rank",
+    "lora_alpha",
+    "dtype",
+    "four_bit",
+)
 
 
 # --- gradients ------------------------------------------------------------------------------------
+
 
 def adam_direction(gradient, m, v):
     """Gamma = m' / sqrt(v' + 1e-8) after one more Adam step on `gradient`; (..., P), m and v (P,).
@@ -73,7 +84,7 @@ def row_gradients(model, theta, rows):
     starts = batch["cu_seqlens"].long()
     lengths = starts.diff()[:, None]
     place = torch.arange(lengths.max(), device=starts.device)
-    inside = place < lengths                                                 # (n, longest)
+    inside = place < lengths  # (n, longest)
     index = torch.where(inside, starts[:-1, None] + place, 0)
     by_parameter = {}
     for layer, gradient in zip(outputs, gradients, strict=True):
@@ -92,7 +103,9 @@ def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
 
     adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows.
     """
-    for start in tqdm(range(0, len(rows), micro_batch), desc=f"less: {label}", mininterval=1):
+    for start in tqdm(
+        range(0, len(rows), micro_batch), desc=f"less: {label}", mininterval=1
+    ):
         block = batches.take(rows, range(start, min(start + micro_batch, len(rows))))
         vectors = row_gradients(model, theta, block)
         if adam is not None:
@@ -105,10 +118,11 @@ def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
 
 # --- warm-up --------------------------------------------------------------------------------------
 
+
 @dataclass
 class WarmUp:
-    """How the adapter is trained on a share of the rows: batch rows a step, micro_batch a forward.
-    """
+    """How the adapter is trained: on a share of the rows, batch a step, micro_batch a forward."""
+
     fraction: float
     epochs: int
     batch: int
@@ -132,8 +146,10 @@ def warm_up(model, theta, rows, work, settings):
     steps = math.ceil(count / settings.batch)
     total = steps * settings.epochs
     rising = math.ceil(0.03 * total)
-    print(f"warm-up: {count} of {len(rows)} rows, {steps} steps of {settings.batch} rows an epoch, "
-          f"x {settings.epochs} epochs = {total}")
+    print(
+        f"warm-up: {count} of {len(rows)} rows, {steps} steps of {settings.batch} rows an epoch, "
+        f"x {settings.epochs} epochs = {total}"
+    )
     optimizer = torch.optim.Adam(theta, lr=settings.lr)
     for epoch, file in enumerate(files):
         order = chosen[batches.permutation(count, settings.seed, epoch, stream=5)]
@@ -143,7 +159,7 @@ def warm_up(model, theta, rows, work, settings):
             falling = (total - step) / max(1, total - rising)
             rates.append(settings.lr * min((step + 1) / (rising + 1), falling))
             optimizer.param_groups[0]["lr"] = rates[-1]
-            members = batches.take(rows, order[k * settings.batch:][:settings.batch])
+            members = batches.take(rows, order[k * settings.batch :][: settings.batch])
             losses = train_offline.descend(
                 model,
                 theta,
@@ -156,7 +172,9 @@ def warm_up(model, theta, rows, work, settings):
                 micro_batch=settings.micro_batch,
             )
             if not torch.isfinite(losses.norm):
-                raise UserError(f"warm-up step {step}: the gradient is not finite; lower --lr")
+                raise UserError(
+                    f"warm-up step {step}: the gradient is not finite; lower --lr"
+                )
         utils.write_atomic(file, save(checkpoint(theta, optimizer, rates)))
     return files
 
@@ -174,6 +192,7 @@ def checkpoint(theta, optimizer, rates):
 
 # --- scores ---------------------------------------------------------------------------------------
 
+
 def group_shares(groups):
     """(J, M) float64: the share of each of M upper rows in the mean of its group, else 0."""
     names = sorted(set(groups))
@@ -189,11 +208,12 @@ def cosines_at(model, theta, rows, shares, state, micro_batch):
     lower, upper = rows
     torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
     direction = torch.zeros(
-        len(shares), len(state["theta"]), dtype=theta[0].dtype, device=model.device)
+        len(shares), len(state["theta"]), dtype=theta[0].dtype, device=model.device
+    )
     shares = shares.to(direction)
     done = 0
     for vectors in unit_gradients(model, theta, upper, micro_batch, "upper rows"):
-        direction += shares[:, done:done + len(vectors)] @ vectors
+        direction += shares[:, done : done + len(vectors)] @ vectors
         done += len(vectors)
     adam = state["m"].to(model.device), state["v"].to(model.device)
     cosines = []
@@ -228,8 +248,10 @@ def run_less(args, base, levels):
     groups = ["all"] * len(levels.upper)
     if args.upper_groups:
         if "kind" not in levels.upper.column_names:
-            raise UserError("--upper-groups: the upper rows have no column kind; name it with "
-                            "--upper-columns kind=...")
+            raise UserError(
+                "--upper-groups: the upper rows have no column kind; name it with "
+                "--upper-columns kind=..."
+            )
         groups = levels.upper["kind"][:]
     data = {
         "model": folder.fingerprint(dict(base.named_buffers()) | base.state_dict()),
@@ -237,7 +259,11 @@ def run_less(args, base, levels):
         "upper rows": sets.rows_hash(levels.upper),
         "upper groups": utils.content_hash(*groups),
     }
-    config = {"args": {name: getattr(args, name) for name in SETTINGS}, "data": data}
+    config = {
+        "args": {name: getattr(args, name) for name in SETTINGS},
+        "environment": folder.environment(base.device, base.dtype),
+        "data": data,
+    }
     work = folder.open_run(Path(f"{args.out}.less"), config, resume=True)
     folder.seed_everything(args.seed)
     model = models.add_lora(
@@ -249,6 +275,7 @@ def run_less(args, base, levels):
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
     settings = WarmUp(
-        args.warmup_fraction, args.epochs, args.batch, args.micro_batch, args.lr, args.seed)
+        args.warmup_fraction, args.epochs, args.batch, args.micro_batch, args.lr, args.seed
+    )
     files = warm_up(model, theta, rows[0], work, settings)
     return less_scores(model, theta, rows, groups, files, args.micro_batch)

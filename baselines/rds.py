@@ -22,13 +22,16 @@ UPPER_AT_ONCE = 64  # their cosines with every lower row are in memory together
 def representations(model, rows, label=None):
     """Unit vectors r / |r| of the rows, (n, hidden size) float32 on the CPU."""
     vectors = []
-    for group in batches.token_groups(batches.tokens_only(rows), range(len(rows)), label):
+    tokens = batches.tokens_only(rows)
+    for group in batches.token_groups(tokens, range(len(rows)), label):
         batch = pack(group, model.device)
         hidden = packed_forward(model.base_model, batch).float()
-        weighted = hidden * (batch["position_ids"][0] + 1)[:, None]
+        weights = batch["position_ids"][0] + 1
+        weighted = hidden * weights[:, None]
         lengths = batch["cu_seqlens"].diff().tolist()
-        sums = torch.stack([row.sum(dim=0) for row in weighted.split(lengths)])
-        vectors.append(torch.nn.functional.normalize(sums).cpu())
+        sums = [row.sum(dim=0) for row in weighted.split(lengths)]
+        unit = torch.nn.functional.normalize(torch.stack(sums))
+        vectors.append(unit.cpu())
     return torch.cat(vectors)
 
 
@@ -41,13 +44,15 @@ def first_turns(lower, upper):
     turns = torch.full((len(lower),), len(lower) * len(upper))
     nearest = torch.full((len(lower),), -1.0)
     for start in range(0, len(upper), UPPER_AT_ONCE):
-        cosines = upper[start:start + UPPER_AT_ONCE] @ lower.T
+        block = upper[start : start + UPPER_AT_ONCE]
+        cosines = block @ lower.T
         order = cosines.argsort(dim=1, descending=True, stable=True)
         places = order.argsort(dim=1)
         number = start + torch.arange(len(cosines))
         asked = places * len(upper) + number[:, None]
-        turns = turns.minimum(asked.min(dim=0).values)
-        nearest = nearest.maximum(cosines.max(dim=0).values)
+        first, closest = asked.amin(dim=0), cosines.amax(dim=0)
+        turns = turns.minimum(first)
+        nearest = nearest.maximum(closest)
     return turns, nearest
 
 

@@ -21,6 +21,7 @@ import torch
 
 import batches
 from batches import row_losses
+from data.sets import each_row
 from ranking import behind_blank, blank_prompt
 
 ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
@@ -33,7 +34,7 @@ def random_scores(num_rows, seed):
 
 def length_scores(rows):
     """Characters of every response, (N,) float64."""
-    lengths = [len(response) for (response,) in batches.each_row(rows, "response")]
+    lengths = [len(response) for (response,) in each_row(rows, "response")]
     return torch.tensor(lengths, dtype=torch.float64)
 
 

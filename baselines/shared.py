@@ -37,6 +37,7 @@ TOY = {
 @dataclass
 class Ranked:
     """A ranking to be written: order (N,), higher is better; columns of the file, "score" first."""
+
     order: torch.Tensor
     columns: dict
     keep_fraction: float
@@ -52,7 +53,9 @@ def share(text):
 
 def add_row_arguments(parser):
     """Which rows are read, and how."""
-    options.add_data_arguments(parser.add_argument_group("rows, as in the training scripts"))
+    options.add_data_arguments(
+        parser.add_argument_group("rows, as in the training scripts")
+    )
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
     add("--seed", type=int, default=0)
@@ -65,7 +68,12 @@ def add_arguments(parser, out, keep_fraction=None):
     add("--dtype", choices=("auto", "float32", "bfloat16", "float64"), default="auto")
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add("--out", default=out, help=f"the ranking, one line a row ({out})")
-    add("--keep-fraction", type=share, default=keep_fraction, help="share of the rows to keep")
+    add(
+        "--keep-fraction",
+        type=share,
+        default=keep_fraction,
+        help="share of the rows to keep",
+    )
 
 
 def parse(parser, argv):
@@ -80,8 +88,10 @@ def parse(parser, argv):
             setattr(args, name, str(path))
     for name in ("lower", "model"):
         if getattr(args, name) is None:
-            raise UserError(f"--{name} is missing; give --lower and --model, or neither of them "
-                            "for the embedded toy")
+            raise UserError(
+                f"--{name} is missing; give --lower and --model, or neither of them "
+                "for the embedded toy"
+            )
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
     options.at_least_one(args, "max_length")
@@ -102,14 +112,16 @@ def open_rows(args):
     for name in ("lower", "upper"):
         rows = getattr(levels, name)
         if rows is not None:
-            print(f"{len(rows)} {name} rows{sets.left_out(levels.reports[name])}", flush=True)
+            print(
+                f"{len(rows)} {name} rows{sets.left_out(levels.reports[name])}", flush=True
+            )
     return levels, tokenizer
 
 
 def open_model(args):
     return models.load_model(
         args.model,
-        processes.pick_device("auto"),
+        processes.pick_device(),
         args.dtype,
         args.four_bit,
     )
@@ -120,8 +132,10 @@ def write(args, name, lower, ranked):
     finite = torch.isfinite(ranked.order)
     if not finite.all():
         place = int((~finite).nonzero()[0])
-        raise UserError(f"the {name} score of row_id {lower[place]['row_id']} is not finite; is "
-                        "the model sound in this --dtype?")
+        raise UserError(
+            f"the {name} score of row_id {lower[place]['row_id']} is not finite; is "
+            "the model sound in this --dtype?"
+        )
     _, kept = ranking.write_ranking(
         args.out,
         lower,
@@ -133,5 +147,10 @@ def write(args, name, lower, ranked):
     labels = ranking.label_metrics(lower, scores)
     if labels:
         ranking.print_label_table(labels, scores)
-    result = {"method": name, "seed": args.seed, "rows": len(lower), "kept": int(kept.sum())}
+    result = {
+        "method": name,
+        "seed": args.seed,
+        "rows": len(lower),
+        "kept": int(kept.sum()),
+    }
     print("RESULT " + json.dumps({**result, "out": str(args.out), **labels}), flush=True)

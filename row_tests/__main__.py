@@ -27,7 +27,9 @@ def parse_args(argv=None):
     shared.add_arguments(parser, out="ranking.jsonl")
     add = parser.add_argument_group("row tests").add_argument
     add("--joined", action="store_true", help="add the loss to the score")
-    add("--adapter", help="a LoRA adapter of the model, for a model that is trained already")
+    add(
+        "--adapter", help="a LoRA adapter of the model, for a model that is trained already"
+    )
     args = shared.parse(parser, argv)
     shared.check_out(args)
     return args
@@ -58,7 +60,9 @@ def rank_by_tests(args):
     reader = make_reader(model, tokenizer)
     verdicts = verdicts_on(reader, levels.lower, levels.upper, args.seed)
     print_look(verdicts, levels.lower)
-    shared.write(args, "joined" if args.joined else "tests", levels.lower, ranked(args, verdicts))
+    shared.write(
+        args, "joined" if args.joined else "tests", levels.lower, ranked(args, verdicts)
+    )
 
 
 def ranked(args, verdicts):

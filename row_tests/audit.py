@@ -44,6 +44,7 @@ def parse_args(argv):
 
 # --- intervals ------------------------------------------------------------------------------------
 
+
 def upper_bound(count, total, level=0.95):
     """The upper end of the one-sided interval of a share (Clopper and Pearson), by bisection.
 
@@ -78,6 +79,7 @@ def clopper_pearson(count, total):
 
 # --- the rows -------------------------------------------------------------------------------------
 
+
 def draw_rows(path, count, seed):
     """Up to `count` flagged and `count` other rows of a ranking, in random order.
 
@@ -92,8 +94,9 @@ def draw_rows(path, count, seed):
     drawn = []
     for group in groups.values():
         if not group:
-            raise UserError(f"{path}: of its rows all or none are flagged; there is nothing to "
-                            "compare")
+            raise UserError(
+                f"{path}: of its rows all or none are flagged; there is nothing to compare"
+            )
         drawn += draw.sample(group, min(count, len(group)))
     draw.shuffle(drawn)
     return drawn
@@ -106,8 +109,10 @@ def texts_of(drawn, lower, path):
     for row in drawn:
         place = places.get(row["row_id"])
         if place is None or lower[place]["hash"] != row["hash"]:
-            raise UserError(f"{path}: row_id {row['row_id']} is not among the lower rows with this "
-                            "text; give the rows and flags with which the file was ranked")
+            raise UserError(
+                f"{path}: row_id {row['row_id']} is not among the lower rows with this "
+                "text; give the rows and flags with which the file was ranked"
+            )
         texts[row["row_id"]] = lower[place]["prompt"], lower[place]["response"]
     return texts
 
@@ -123,6 +128,7 @@ def both_ends(text):
 
 
 # --- verdicts -------------------------------------------------------------------------------------
+
 
 def read_verdicts(path):
     """The lines of a file of verdicts by (row_id, hash); {} where the file does not exist."""
@@ -148,7 +154,9 @@ def ask(drawn, texts, lines, out):
             print("Is this a bad answer? y, n, s to skip: ", end="", flush=True)
             words = sys.stdin.readline()
             if not words:
-                raise UserError(f"no verdict for row {number} of {len(drawn)}: the input ended")
+                raise UserError(
+                    f"no verdict for row {number} of {len(drawn)}: the input ended"
+                )
             verdict = words.strip().lower()[:1]
         lines[key] = {"row_id": key[0], "hash": key[1], "verdict": verdict}
         write_jsonl(out, lines.values())
@@ -164,7 +172,13 @@ def audit_summary(drawn, lines):
         bad, judged = sum(verdicts), len(verdicts)
         low, high = clopper_pearson(bad, judged)
         share = bad / judged if judged else None
-        result[name] = {"share": share, "low": low, "high": high, "bad": bad, "judged": judged}
+        result[name] = {
+            "share": share,
+            "low": low,
+            "high": high,
+            "bad": bad,
+            "judged": judged,
+        }
     return result
 
 
@@ -178,9 +192,14 @@ def main(argv):
         print(f"{args.out}: {len(lines)} rows are judged already")
     ask(drawn, texts, lines, args.out)
     result = audit_summary(drawn, lines)
-    for name, words in (("precision", "of the flagged rows"), ("missed", "of the other rows")):
+    for name, words in (
+        ("precision", "of the flagged rows"),
+        ("missed", "of the other rows"),
+    ):
         part = result[name]
         share = "-" if part["share"] is None else f"{part['share']:.0%}"
-        print(f"{name}: {share} {words} are bad ({part['bad']} of {part['judged']} judged; 95 % "
-              f"interval {part['low']:.0%} to {part['high']:.0%})")
+        print(
+            f"{name}: {share} {words} are bad ({part['bad']} of {part['judged']} judged; 95 % "
+            f"interval {part['low']:.0%} to {part['high']:.0%})"
+        )
     print("RESULT " + json.dumps(result), flush=True)

@@ -8,16 +8,26 @@ import functools
 from dataclasses import dataclass
 
 import detect
-from batches import answer_row, pack, row_losses, take, token_groups, tokens_only
+from batches import answer_row, row_losses, take, token_groups, tokens_only
 from data.tokens import end_ids
-from logprobs import token_logps
+from logprobs import pack, token_logps
 from models import context_length
 from ranking import behind_blank
 
 # ruff: isort: split
 import torch
 
-NUMBERS = ("end", "relevance", "fluency", "slip", "peak", "repetition", "echo", "length", "loss")
+NUMBERS = (
+    "end",
+    "relevance",
+    "fluency",
+    "slip",
+    "peak",
+    "repetition",
+    "echo",
+    "length",
+    "loss",
+)
 FAULTS = 200  # rows with a fault made on purpose
 NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
 NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
@@ -25,9 +35,11 @@ NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "n
 
 # --- tokens ---------------------------------------------------------------------------------------
 
+
 @dataclass
 class Reader:
     """A model, the token ids that end a turn in it, and token -> bits of `fact`."""
+
     model: torch.nn.Module
     ends: set
     facts: callable
@@ -35,12 +47,14 @@ class Reader:
 
 def make_reader(model, tokenizer):
     """The `Reader` of a model with its tokenizer; each token's text is read once."""
+
     @functools.cache
     def facts(token):
-        piece = tokenizer.convert_ids_to_tokens(token) or ""
         text = tokenizer.decode([token]).lstrip()
-        begins_word = piece.startswith(("\u0120", "\u2581"))
-        return fact(f" {text}" if begins_word else text)
+        word = tokenizer.convert_ids_to_tokens(token) or ""
+        if word.startswith(("\u0120", "\u2581")):  # a word begins here
+            text = " " + text
+        return fact(text)
 
     return Reader(model, end_ids(tokenizer), facts)
 
@@ -75,15 +89,19 @@ def telling_places(facts):
 
 # --- rows -----------------------------------------------------------------------------------------
 
+
 @dataclass
 class Turn:
     """The last turn of a row: its tokens, and the log-probs of its answer and of its end."""
+
     prompt: list
     answer: list
     end: list
     given: torch.Tensor = None
     given_end: torch.Tensor = None
-    loss: float = None  # the mean over all trained tokens of the row, as `row_losses` has it
+    loss: float = (
+        None  # the mean over all trained tokens of the row, as `row_losses` has it
+    )
 
 
 def last_turn(row, ends):
@@ -142,7 +160,7 @@ def read_rows(reader, rows, blank, label=None):
                 turn.prompt,
                 turn.answer,
                 turn.given,
-                behind.given[:len(turn.given)],
+                behind.given[: len(turn.given)],
                 turn.given_end,
                 telling_places(facts),
             )
@@ -153,6 +171,7 @@ def read_rows(reader, rows, blank, label=None):
 
 
 # --- faults made on purpose -----------------------------------------------------------------------
+
 
 def make_faults(reader, rows, numbers, seed=0):
     """`detect.scaled` values of faults made on purpose, {"end": (m,), "relevance": (m,)}.
@@ -170,7 +189,7 @@ def make_faults(reader, rows, numbers, seed=0):
     cut = []
     for share, turn in zip(shares, turns, strict=True):
         if turn.end and len(turn.answer) >= 4:
-            kept = turn.answer[:int(share * len(turn.answer))]
+            kept = turn.answer[: int(share * len(turn.answer))]
             cut.append(answer_row(turn.prompt + kept, turn.end))
     values = {}
     if cut:

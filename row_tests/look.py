@@ -6,7 +6,7 @@ Tests by likelihood also flag what is merely rare, so the shares of the groups s
 import collections
 import re
 
-from batches import each_row
+from data.sets import each_row
 from evaluation.texts import one_line
 from utils import table
 
@@ -25,13 +25,24 @@ REASONS = {
     "debris": "with markup or broken encoding",
     "unclear": "for no clear reason",
 }
-GROUPS = ("short", "medium", "long", "mostly ASCII", "less than 90 % ASCII", "code", "no code")
-CODE = re.compile(r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
-                  r"[;{][^\S\n]*$|</\w+>", re.MULTILINE)
+GROUPS = (
+    "short",
+    "medium",
+    "long",
+    "mostly ASCII",
+    "less than 90 % ASCII",
+    "code",
+    "no code",
+)
+CODE = re.compile(
+    r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
+    r"[;{][^\S\n]*$|</\w+>",
+    re.MULTILINE,
+)
 
 
 def bad_rows_line(reasons):
-    """"12 of 90 rows look bad: 7 cut short, 5 of another question."; reasons: one a row or None."""
+    """One sentence with the count of each reason; reasons: one a row, None for a good one."""
     counts = collections.Counter(reason for reason in reasons if reason)
     if not counts:
         return f"None of {len(reasons)} rows looks bad."
@@ -73,8 +84,11 @@ def print_look(verdicts, rows):
         counts.update(groups)
         if reason:
             flagged.update(groups)
-    shares = [[group, counts[group], flagged[group] / counts[group]]
-              for group in GROUPS if counts[group]]
+    shares = [
+        [group, counts[group], flagged[group] / counts[group]]
+        for group in GROUPS
+        if counts[group]
+    ]
     print(table(["who is flagged", "rows", "share"], shares))
 
 

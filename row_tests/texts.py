@@ -29,92 +29,143 @@ from array import array
 
 import torch
 
-HASHES = 128                   # minhashes of a row; fewer are too rough
-ROWS_PER_BAND = 16             # minhashes of a band
-SHINGLE = 5                    # words
-SHINGLES_AT_ONCE = 10_000      # hashed together: 10 MB
-MOST_ALIKE = 8                 # rows with the same band that a new row is compared with
-ALIKE = 0.9                    # share of equal minhashes from which two rows are the same
+HASHES = 128  # minhashes of a row; fewer are too rough
+ROWS_PER_BAND = 16  # minhashes of a band
+SHINGLE = 5  # words
+SHINGLES_AT_ONCE = 10_000  # hashed together: 10 MB
+MOST_ALIKE = 8  # rows with the same band that a new row is compared with
+ALIKE = 0.9  # share of equal minhashes from which two rows are the same
 LETTER = "[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]"  # Thai, kana, Han: a word by itself
 WORD = re.compile(rf"{LETTER}|(?:(?!{LETTER})\w)+")
-CLOSED = 12                    # words: at most so many make an answer that can contradict another
+CLOSED = 12  # words: at most so many make an answer that can contradict another
 # A line that begins with one who asks; it asks, or is the last one and a sentence.
-SPEAKER = re.compile(r"\n[#*> \t]{0,9}((?i:user|human)|Instruction|Question|Q)\W{0,4}[:\uff1a]")
+SPEAKER = re.compile(
+    r"\n[#*> \t]{0,9}((?i:user|human)|Instruction|Question|Q)\W{0,4}[:\uff1a]"
+)
 ASKING = re.compile(r"[^\n]{0,500}\?\s*(\n|$)|[^\n]{20,500}[.!]\s*$")
-REPLY = re.compile(r"\n[#*> \t]{0,9}((?i:assistant)|AI|Bot|Answer|Response|Output|A)"
-                   r"\W{0,4}[:\uff1a]")
-MARK = re.compile(r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
-                  r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:")
+REPLY = re.compile(
+    r"\n[#*> \t]{0,9}((?i:assistant)|AI|Bot|Answer|Response|Output|A)"
+    r"\W{0,4}[:\uff1a]"
+)
+MARK = re.compile(
+    r"<\|(im_start|user|assistant|start_|endoftext\|>\s*\S)|<start_of_turn>|"
+    r"(^|\n|<s>)[ \t]*\[INST\]|\n#{2,3} ?(Instruction|Input|Response)\W{0,4}:"
+)
 # A question with many right answers: "name a fruit".
-OPEN = re.compile(r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
-                  r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
-                  r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
-                  r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
-                  r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
-                  r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
-                  r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
-                  re.I)
+OPEN = re.compile(
+    r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
+    r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
+    r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
+    r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
+    r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
+    r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
+    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
+    re.I,
+)
 # Words of such a question, anywhere in it.
-OPENLY = re.compile(r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
-                    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b", re.I)
+OPENLY = re.compile(
+    r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
+    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b",
+    re.I,
+)
 # Questions that ask for several turns, or for how turns are written.
-ASKED = re.compile(r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
-                   r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
-                   r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
-                   r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
-                   r"\bguides?\b|support (e-?mail|reply|answer|chat)|socrat|"
-                   r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
-                   r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
-                   r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
-                   r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b", re.I)
-WRITTEN = re.compile(r"format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
-                     r"\b(issue|document) (form|th[ei])", re.I)
+ASKED = re.compile(
+    r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
+    r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
+    r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
+    r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
+    r"\bguides?\b|support (e-?mail|reply|answer|chat)|socrat|"
+    r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
+    r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
+    r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
+    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b",
+    re.I,
+)
+WRITTEN = re.compile(
+    r"format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
+    r"\b(issue|document) (form|th[ei])",
+    re.I,
+)
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
 HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
-EMPTY = re.compile(r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
-                   r"no (answer|response)( (provided|available|given))?)\W*|"
-                   r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
-                   r"blank|(deleted|removed)( by \w+)?|"
-                   r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
-                   r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
-                   r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
-                   r"[.\u2026]{3,}|\u2026|[-_?]{3,}", re.I)
+EMPTY = re.compile(
+    r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
+    r"no (answer|response)( (provided|available|given))?)\W*|"
+    r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
+    r"blank|(deleted|removed)( by \w+)?|"
+    r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
+    r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
+    r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
+    r"[.\u2026]{3,}|\u2026|[-_?]{3,}",
+    re.I,
+)
 # A link alone, or a printer's filler; and questions that may ask for one, a sign alone, or "N/A".
-LINK = re.compile(r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
-                  r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*", re.I | re.S)
-PLACE = re.compile(r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
-                   r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
-                   r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
-                   r"ipsum|filler|downloads?|install|engines?|git\w*|wikipedia|share|tutorials?|"
-                   r"(give|send|show|direct|point) (me|us) (to|the))\b", re.I)
-SIGNS = re.compile(r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
-                   r"separat\w+|divid\w+|chat)\b", re.I)
-NONE = re.compile(r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
-                  r"abbreviat\w+|acronym|(which|what) comment)\b", re.I)
+LINK = re.compile(
+    r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
+    r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*",
+    re.I | re.S,
+)
+PLACE = re.compile(
+    r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
+    r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
+    r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
+    r"ipsum|filler|downloads?|install|engines?|git\w*|wikipedia|share|tutorials?|"
+    r"(give|send|show|direct|point) (me|us) (to|the))\b",
+    re.I,
+)
+SIGNS = re.compile(
+    r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
+    r"separat\w+|divid\w+|chat)\b",
+    re.I,
+)
+NONE = re.compile(
+    r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
+    r"abbreviat\w+|acronym|(which|what) comment)\b",
+    re.I,
+)
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
-BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xa0)}
+BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xA0)}
 TWO, MORE = "[\x80-\xbf]", "[\x80-\xbf]{2}"
 # Latin letters and signs stand alone, other scripts come in runs. An angstrom may be squared, and
 # a letter between quotation marks is quoted.
 QUOTED = "(?<![\x91-\x94\"'])"
-ALONE = re.compile(f"{QUOTED}(?:[\xc2-\xc4]|\xc5(?![\xb2\xb3])){TWO}|[\xe1\xe2\xef]{MORE}|"
-                   f"\xf0{TWO}{MORE}")
+ALONE = re.compile(
+    f"{QUOTED}(?:[\xc2-\xc4]|\xc5(?![\xb2\xb3])){TWO}|[\xe1\xe2\xef]{MORE}|\xf0{TWO}{MORE}"
+)
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
-MARKUP = re.compile(r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
-                    r"img|hr|body|html|iframe|center|blockquote)"
-                    r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
-                    r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
-                    r"[a-z](acute|grave|uml|circ|tilde|cedil));", re.I)
-MARKED = re.compile(r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
-                    r"site|link|program|function|url|element|template|highlight|bold|font|"
-                    r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
-                    r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
-                    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;", re.I)
+MARKUP = re.compile(
+    r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
+    r"img|hr|body|html|iframe|center|blockquote)"
+    r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
+    r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
+    r"[a-z](acute|grave|uml|circ|tilde|cedil));",
+    re.I,
+)
+MARKED = re.compile(
+    r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
+    r"site|link|program|function|url|element|template|highlight|bold|font|"
+    r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
+    r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
+    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;",
+    re.I,
+)
 CODE = re.compile(r"`[^`\n]{1,200}`")
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+)
 NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -139,7 +190,7 @@ def minhashes(text):
     words = text.split()
     shingles = set()
     for start in range(max(1, len(words) - SHINGLE + 1)):
-        shingle = " ".join(words[start:start + SHINGLE])
+        shingle = " ".join(words[start : start + SHINGLE])
         shingles.add(checksum(shingle) % _PRIME)
     smallest = []
     for values in torch.tensor(sorted(shingles)).split(SHINGLES_AT_ONCE):
@@ -156,18 +207,18 @@ class NearCopies:
 
     def __init__(self):
         self.kept = array("i")  # all signatures, one behind another
-        self.starts = {}        # where those begin that share a band
+        self.starts = {}  # where those begin that share a band
 
     def has(self, whole, end):
         """Whether an earlier row is like this one by both signatures; if none is, it is kept."""
         bands = []
         for first in range(0, HASHES, ROWS_PER_BAND):
-            bands.append(hash((first, *whole[first:first + ROWS_PER_BAND])))
+            bands.append(hash((first, *whole[first : first + ROWS_PER_BAND])))
         candidates = set()
         for band in bands:
             candidates.update(self.starts.get(band, ()))
         for start in candidates:
-            signatures = self.kept[start:start + 2 * HASHES]
+            signatures = self.kept[start : start + 2 * HASHES]
             equal = [*map(operator.eq, signatures, whole + end)]
             if min(sum(equal[:HASHES]), sum(equal[HASHES:])) >= ALIKE * HASHES:
                 return True
@@ -202,7 +253,7 @@ def is_empty(prompt, body):
 
 
 def debris(prompt, answer):
-    """"placeholder", "debris" or None: what a scrape or a template left of an answer; no model.
+    """ "placeholder", "debris" or None: what a scrape or a template left of an answer; no model.
 
     placeholder: nothing is answered: "", "N/A", "<nooutput>", "[insert text here]", a link alone.
     debris: broken encoding, or HTML in prose. Neither where the question has the same or may ask
@@ -240,13 +291,16 @@ def another_turn(prompt, answer):
         if not asked:
             continue
         # "Question:" may head a part of an answer, and then other headings follow.
-        if speaker[1].lower() in ("user", "human") or not HEADING.search(answer, asked.end() - 1):
+        if speaker[1].lower() in ("user", "human") or not HEADING.search(
+            answer, asked.end() - 1
+        ):
             return True
     return False
 
 
 class Answer(typing.NamedTuple):
     """An answer to a question: its row, how many words it has, and their hashes."""
+
     place: int
     count: float  # infinite where it contradicts none
     words: array

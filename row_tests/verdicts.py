@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 import detect
-from batches import each_row
+from data.sets import each_row
 from ranking import auroc, blank_prompt
 from row_tests.forwards import make_faults, read_rows
 from row_tests.texts import text_reasons
@@ -12,7 +12,7 @@ from row_tests.texts import text_reasons
 # ruff: isort: split
 import torch
 
-TRUSTED = 500     # trusted rows that are read
+TRUSTED = 500  # trusted rows that are read
 KNOWS_ENDS = 0.6  # AUROC of E on rows cut at random, below which E says nothing
 
 
@@ -23,6 +23,7 @@ class Verdicts:
     surprise (N,): log odds of a fault, nats; reasons: N names, None for a row that does not look
     bad; numbers: {name: (N,)} of `read_rows`; notes: sentences on what could not be judged.
     """
+
     surprise: torch.Tensor
     reasons: list
     numbers: dict
@@ -31,7 +32,9 @@ class Verdicts:
     @property
     def flagged(self):
         """(N,) bool: the rows that look bad."""
-        return torch.tensor([reason is not None for reason in self.reasons], dtype=torch.bool)
+        return torch.tensor(
+            [reason is not None for reason in self.reasons], dtype=torch.bool
+        )
 
 
 def verdicts_on(reader, lower, upper, seed=0):
@@ -68,15 +71,20 @@ def judge_rows(numbers, trusted, faults, by_text):
         notes.append(f"ends are not judged: {unknown}")
     for level, rows in (("lower", numbers), ("trusted", trusted)):
         if rows is not None and len(rows["length"]) < detect.LEAST:
-            notes.append(f"{len(rows['length'])} {level} rows are too few to say what good rows "
-                         f"look like; {detect.LEAST} or more do")
+            notes.append(
+                f"{len(rows['length'])} {level} rows are too few to say what good rows "
+                f"look like; {detect.LEAST} or more do"
+            )
     surprising = detect.surprises(judged, trusted, faults)
     surprise, flagged, reasons = detect.judge(surprising, judged, faults)
     least = surprise[flagged].min() if flagged.any() else surprise.max()
     surprise = surprise.where(flagged, surprise.clamp_max(least))
     for place, reason in enumerate(by_text):
         # What a detector says of a duplicate or a conflict is worse; the rest is no guess.
-        guess = reason in ("duplicate", "conflict") and reasons[place] not in (None, "unclear")
+        guess = reason in ("duplicate", "conflict") and reasons[place] not in (
+            None,
+            "unclear",
+        )
         if reason and not guess:
             reasons[place] = reason
             surprise[place] = torch.maximum(surprise[place], least)
@@ -92,5 +100,7 @@ def why_no_ends(ends, faults):
     known = auroc(-values, torch.arange(len(values)) >= len(ends))
     if known >= KNOWS_ENDS:
         return None
-    return ("the model does not know where answers end (AUROC of rows cut at random "
-            f"{known:.2f})")
+    return (
+        "the model does not know where answers end (AUROC of rows cut at random "
+        f"{known:.2f})"
+    )

@@ -17,6 +17,18 @@ import batches
 from data.tokens import TEMPLATE
 
 BETA = 0.1  # of DPO
+OPTIONS = {  # of a run that is computed once more; clipping has something to do
+    "batch": 7,
+    "epochs": 3,
+    "lr": 3e-3,
+    "clip": 0.5,
+    "omega_lr": 2.0,
+    "omega_optimizer": "sgd",
+    "omega_loss": "next",
+    "correction": 0.0,
+    "dtype": "float64",
+    "template": TEMPLATE,
+}
 LOGGED = ("rho", "upper_loss", "lower_loss", "loss", "grad_norm")
 
 
@@ -25,9 +37,13 @@ LOGGED = ("rho", "upper_loss", "lower_loss", "loss", "grad_norm")
 
 def tokenise(tokenizer, row, answer="response"):
     """(token ids of prompt, response and EOS, how many are the prompt's)."""
-    prompt = tokenizer(f"User: {row['prompt']}\nAssistant:", add_special_tokens=False)
+    prompt = tokenizer(
+        f"User: {row['prompt']}\nAssistant:", add_special_tokens=False
+    )
     response = tokenizer(" " + row[answer], add_special_tokens=False)
-    ids = prompt["input_ids"] + response["input_ids"] + [tokenizer.eos_token_id]
+    ids = (
+        prompt["input_ids"] + response["input_ids"] + [tokenizer.eos_token_id]
+    )
     return torch.tensor(ids), len(prompt["input_ids"])
 
 
@@ -49,7 +65,9 @@ def plain_losses(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        return [mean_loss(model, tokenise(tokenizer, row)).item() for row in rows]
+        return [
+            mean_loss(model, tokenise(tokenizer, row)).item() for row in rows
+        ]
 
 
 # --- theta ----------------------------------------------------------------------------------------
@@ -59,24 +77,34 @@ class Theta:
     """An adapter on its base in float64, and Adam's moments."""
 
     def __init__(self, folder, adapter):
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        base = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64
+        )
         self.model = peft.PeftModel.from_pretrained(
             base, adapter, is_trainable=True
         ).double()
         named = self.model.named_parameters()
         self.values = {name: p for name, p in named if p.requires_grad}
-        self.first = {name: torch.zeros_like(p) for name, p in self.values.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.values.items()}
+        self.first = {
+            name: torch.zeros_like(p) for name, p in self.values.items()
+        }
+        self.second = {
+            name: torch.zeros_like(p) for name, p in self.values.items()
+        }
 
     def step(self, objective, k, lr, clip):
         """Step k of Adam as its paper writes it, on the clipped gradient; its norm unclipped."""
         gradients = torch.autograd.grad(objective, list(self.values.values()))
-        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+        norm = math.sqrt(
+            sum(float((gradient**2).sum()) for gradient in gradients)
+        )
         with torch.no_grad():
             for name, gradient in zip(self.values, gradients, strict=True):
                 gradient = gradient * min(1.0, clip / (norm + 1e-6))
                 first = self.first[name].mul_(0.9).add_(0.1 * gradient)
-                second = self.second[name].mul_(0.999).add_(0.001 * gradient**2)
+                second = (
+                    self.second[name].mul_(0.999).add_(0.001 * gradient**2)
+                )
                 first = first / (1 - 0.9 ** (k + 1))
                 second = second / (1 - 0.999 ** (k + 1))
                 self.values[name] -= lr * first / (second.sqrt() + 1e-8)
@@ -101,14 +129,17 @@ def preference_loss(tokenizer, pairs, model):
 
     def log_ratio(model, i):
         return (
-            token_logps(model, chosen[i]).sum() - token_logps(model, rejected[i]).sum()
+            token_logps(model, chosen[i]).sum()
+            - token_logps(model, rejected[i]).sum()
         )
 
     with torch.no_grad(), model.disable_adapter():
         reference = [log_ratio(model, i) for i in range(len(pairs))]
 
     def loss(model, places):
-        margins = torch.stack([log_ratio(model, i) - reference[i] for i in places])
+        margins = torch.stack(
+            [log_ratio(model, i) - reference[i] for i in places]
+        )
         return torch.log(1 + torch.exp(-BETA * margins)).mean()
 
     return loss
@@ -118,93 +149,87 @@ def preference_loss(tokenizer, pairs, model):
 
 
 class Run:
-    """Both adapters of a run, its rows, and what its steps give."""
+    """The adapters of a run, its rows, and what its steps give."""
 
     def __init__(self, folder, adapter, lower, upper):
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.start = (folder, adapter)
         self.theta = Theta(folder, adapter)
-        self.hat = Theta(folder, adapter)  # theta_hat of the correction
         self.lower = [tokenise(tokenizer, row) for row in lower]
         self.num_upper = len(upper)
         if "chosen" in upper[0]:
-            self.upper_loss = preference_loss(tokenizer, upper, self.theta.model)
+            self.upper_loss = preference_loss(
+                tokenizer, upper, self.theta.model
+            )
         else:
             self.upper_loss = trusted_loss(tokenizer, upper)
         self.records = []
 
-    def lower_losses(self, model, k, places, weighted):
-        """Losses (B,) of the lower rows at these places in step k; online overrides it.
+    def lower_losses(self, model, k, rows, weighted=False):
+        """Losses (B,) of the lower rows of step k; online overrides it.
 
         weighted: those that theta descends, with the importance ratios.
         """
-        return torch.stack([mean_loss(model, self.lower[i]) for i in places])
+        return torch.stack([mean_loss(model, self.lower[i]) for i in rows])
 
-    def train(
-        self,
-        *,
-        batch,
-        epochs,
-        lr,
-        clip,
-        omega_lr,
-        omega_optimizer="sgd",
-        omega_loss="next",
-        correction=0.0,
-    ):
-        """Eqs. PBGD-1 and PBGD-2, rho 0.1, 0.2, ..., an epoch, theta_hat for a correction A."""
-        num_rows = len(self.lower)
-        logits = torch.zeros(num_rows, dtype=torch.float64, requires_grad=True)
-        optimizer = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[omega_optimizer](
-            [logits], lr=omega_lr
-        )
-        per_epoch = math.ceil(num_rows / batch)
-        for k in range(epochs * per_epoch):
+    def costs(self, k, rows):
+        """C (B,) of omega's step: L(theta) - A L(theta_hat)."""
+        with torch.no_grad():
+            losses = self.lower_losses(self.theta.model, k, rows)
+            if self.correction:
+                attained = self.lower_losses(self.hat.model, k, rows)
+                losses = losses - self.correction * attained
+        return losses
+
+    def train(self, options):
+        """Eqs. PBGD-1 and PBGD-2, rho 0.1, 0.2, ..., an epoch; theta_hat for a correction A."""
+        batch, step = options["batch"], (options["lr"], options["clip"])
+        self.correction = options["correction"]
+        if self.correction:
+            self.hat = Theta(*self.start)
+        size = len(self.lower)
+        logits = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+        optimizers = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+        kind = optimizers[options["omega_optimizer"]]
+        optimizer = kind([logits], lr=options["omega_lr"])
+        per_epoch = math.ceil(size / batch)
+        for k in range(options["epochs"] * per_epoch):
             epoch, part = divmod(k, per_epoch)
             rho = 0.1 + 0.1 * epoch
             gamma = rho / (1 - rho)
-            rows = batches.epoch_batch(num_rows, batch, 0, epoch, part).tolist()
-            upper_rows = batches.cycle(self.num_upper, k * batch, batch, 0).tolist()
-
-            def costs(k=k, rows=rows):
-                losses = self.lower_losses(self.theta.model, k, rows, False)
-                if correction:
-                    attained = self.lower_losses(self.hat.model, k, rows, False)
-                    losses = losses - correction * attained
-                return losses.detach()
-
-            # theta: (1 - rho) L_val + rho mean_i N sigma_i L_i; theta_hat: the lower loss alone.
-            weights = num_rows * torch.softmax(logits.detach(), dim=0)[rows]
-            upper = self.upper_loss(self.theta.model, upper_rows)
-            lower = (
-                weights * self.lower_losses(self.theta.model, k, rows, True)
-            ).mean()
-            objective = (1 - rho) * upper + rho * lower
-            C = costs()
-            norm = self.theta.step(objective, k, lr, clip)
-            if correction:
-                hat = self.lower_losses(self.hat.model, k, rows, False)
-                self.hat.step((weights * hat).mean(), k, lr, clip)
-
+            rows = batches.epoch_batch(size, batch, 0, epoch, part).tolist()
+            upper_rows = batches.cycle(self.num_upper, k * batch, batch, 0)
+            # theta: (1 - rho) L_val + rho mean_i N sigma_i L_i.
+            weights = size * torch.softmax(logits.detach(), dim=0)[rows]
+            upper = self.upper_loss(self.theta.model, upper_rows.tolist())
+            losses = self.lower_losses(
+                self.theta.model, k, rows, weighted=True
+            )
+            lower = (weights * losses).mean()
+            loss = (1 - rho) * upper + rho * lower
+            C = self.costs(k, rows)
+            norm = self.theta.step(loss, k, *step)
+            # theta_hat: the lower loss alone.
+            if self.correction:
+                losses = self.lower_losses(self.hat.model, k, rows)
+                self.hat.step((weights * losses).mean(), k, *step)
             # omega: gamma mean_i N sigma_i C_i, C at theta^{k+1} or theta^k.
-            if omega_loss == "next":
-                C = costs()
+            if options["omega_loss"] == "next":
+                C = self.costs(k, rows)
             sigma = torch.softmax(logits, dim=0)[rows]
-            penalty = gamma * (num_rows * sigma * C).mean()
+            penalty = gamma * (size * sigma * C).mean()
             (logits.grad,) = torch.autograd.grad(penalty, logits)
             optimizer.step()
-            record = {
-                "rho": rho,
-                "upper_loss": upper.item(),
-                "lower_loss": lower.item(),
-            }
-            record |= {"loss": objective.item(), "grad_norm": norm}
-            record["omega"] = logits.detach().clone()
-            self.records.append(record)
+            values = (rho, upper.item(), lower.item(), loss.item(), norm)
+            record = dict(zip(LOGGED, values, strict=True))
+            self.records.append(record | {"omega": logits.detach().clone()})
 
 
 def omega(run, epoch):
     """omega (N,) that a run has saved after an epoch."""
-    return load_file(run.out / "weights" / f"epoch_{epoch}.safetensors")["omega"]
+    return load_file(run.out / "weights" / f"epoch_{epoch}.safetensors")[
+        "omega"
+    ]
 
 
 def adapter(run):
@@ -212,8 +237,9 @@ def adapter(run):
     return load_file(run.out / "adapter" / "adapter_model.safetensors")
 
 
-def assert_follows(run, expected, epochs, lr):
-    """What a run of `epochs` logged and saved is what the `Run` computed."""
+def assert_follows(run, expected, options):
+    """What a run logged and saved is what the `Run` computed."""
+    epochs = options["epochs"]
     assert len(run.metrics) == len(expected.records)
     for step, record in zip(run.metrics, expected.records, strict=True):
         for key in LOGGED:
@@ -224,15 +250,17 @@ def assert_follows(run, expected, epochs, lr):
     per_epoch = len(expected.records) // epochs
     for epoch in range(1, epochs + 1):
         theirs = expected.records[epoch * per_epoch - 1]["omega"]
-        torch.testing.assert_close(omega(run, epoch), theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            omega(run, epoch), theirs, rtol=1e-6, atol=1e-7
+        )
     saved = adapter(run)
     assert len(saved) == len(expected.theta.values)
     for name, value in expected.theta.values.items():
         mine = saved[name.replace(".default", "")]
         torch.testing.assert_close(
-            mine, value.detach(), rtol=1e-5, atol=1e-4 * lr, msg=name
+            mine,
+            value.detach(),
+            rtol=1e-5,
+            atol=1e-4 * options["lr"],
+            msg=name,
         )
-
-
-# What both scripts' runs have in common when they are compared with a `Run`.
-OPTIONS = {"dtype": "float64", "template": TEMPLATE}

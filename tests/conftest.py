@@ -167,7 +167,9 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
 def adapters(folders, tmp_path_factory):
     """Folder of a random adapter for each model of `folders`."""
     root = tmp_path_factory.mktemp("adapters")
-    return {name: make_adapter(folder, root / name) for name, folder in folders.items()}
+    return {
+        name: make_adapter(folder, root / name) for name, folder in folders.items()
+    }
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -186,15 +188,15 @@ def make_rows(count, seed, longest=12):
     ]
 
 
-def make_pairs(count, seed):
-    """Preference pairs of random words."""
-    pairs = []
-    for row, other in zip(
-        make_rows(count, seed), make_rows(count, seed + 50), strict=True
-    ):
-        answers = {"chosen": row["response"], "rejected": other["response"]}
-        pairs.append({"prompt": row["prompt"]} | answers)
-    return pairs
+def write_pairs(paths, count=7):
+    """The files of `files` with preference pairs of random words as their upper level."""
+    for level, seed in (("upper", 2), ("heldout", 3)):
+        pairs = []
+        others = make_rows(count, seed + 50)
+        for row, other in zip(make_rows(count, seed), others, strict=True):
+            pair = {"chosen": row["response"], "rejected": other["response"]}
+            pairs.append({"prompt": row["prompt"]} | pair)
+        write_rows(paths[level], pairs)
 
 
 def write_rows(path, rows):
@@ -294,7 +296,9 @@ def rank(tmp_path, capfd, folders):
 
     def call(method, files, out="kept.jsonl", **options):
         if files:
-            sources = {key: files[key] for key in ("lower", "upper") if key in files}
+            sources = {
+                key: files[key] for key in ("lower", "upper") if key in files
+            }
             options = sources | {"model": folders["llama"]} | options
         options = {"out": tmp_path / out, "cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
@@ -308,7 +312,9 @@ def rank(tmp_path, capfd, folders):
             file=options["out"],
             rows=rows,
             ranked=ranked,
-            scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
+            scores=torch.tensor(
+                [row["score"] for row in rows], dtype=torch.float64
+            ),
             result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
         )
 

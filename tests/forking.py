@@ -53,13 +53,21 @@ class Forks:
     def __init__(self, log):
         command, environment = python("-c", PARENT)
         self.log, self.pid = log, None
-        self.parent = subprocess.Popen(command, cwd=ROOT, env=environment, text=True,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.parent = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         assert self.parent.stdout.readline() == "ready\n"
 
     def start(self, script, words):
         self.log.write_text("")
-        self.parent.stdin.write(json.dumps([script, [str(w) for w in words], str(self.log)]) + "\n")
+        self.parent.stdin.write(
+            json.dumps([script, [str(w) for w in words], str(self.log)]) + "\n"
+        )
         self.parent.stdin.flush()
         self.pid, self.started = int(self.parent.stdout.readline()), time.perf_counter()
 

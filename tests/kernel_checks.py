@@ -8,13 +8,21 @@ import json
 import torch
 
 import logprobs
-from logprobs import token_logprobs
+from logprobs import token_logprobs, token_logprobs_reference
 
-MODES = ("bfloat16", "float32")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # name: (rows, vocabulary); a block has 8,192 columns
-CASES = {"one token": (3, 1), "small": (5, 37), "ragged": (7, 9003), "whole blocks": (4, 16384),
-         "one over": (3, 8193), "extreme": (6, 8500), "near one": (8, 8500), "equal": (2, 8200),
-         "rising": (4, 17000)}
+CASES = {
+    "one token": (3, 1),
+    "small": (5, 37),
+    "ragged": (7, 9003),
+    "whole blocks": (4, 16384),
+    "one over": (3, 8193),
+    "extreme": (6, 8500),
+    "near one": (8, 8500),
+    "equal": (2, 8200),
+    "rising": (4, 17000),
+}
 
 
 def make_logits(case):
@@ -26,16 +34,21 @@ def make_logits(case):
     if case == "extreme":  # +-1e4, at the target, elsewhere, everywhere
         logits[0, targets[0]] = 1e4
         logits[1, targets[1]] = -1e4
-        logits[2, 0], targets[2] = 1e4, vocabulary - 1
+        logits[2, 0] = 1e4
+        targets[2] = vocabulary - 1
         logits[3] = -1e4
         logits[4] = 1e4 * torch.sign(logits[4])
         logits[5] += 1e4
-    if case == "near one":  # the others share 1e-1 to 1e-8: one-hot minus softmax cancels there
-        for row in range(rows):
-            logits[row] = -30.0
-            logits[row, targets[row]] = 0.0
-            logits[row, (targets[row] + 1) % vocabulary] = -2.302585 * (row + 1)
-    if case == "rising":  # behind the first block, past the kernel's headroom and just within
+    if (
+        case == "near one"
+    ):  # the others share 1e-1 to 1e-8: one-hot minus softmax cancels there
+        logits[:] = -30.0
+        for row, target in enumerate(targets):
+            logits[row, target] = 0.0
+            logits[row, target - 1] = -2.302585 * (row + 1)
+    if (
+        case == "rising"
+    ):  # behind the first block, past the kernel's headroom and just within
         logits[0, 16999] = 300.0
         logits[1, 9000] = 39.0
         logits[2, 9000] = 60.0
@@ -56,95 +69,74 @@ def exact(logits, targets):
     return logps[rows, targets], gradient
 
 
-def relative(found, expected):
-    """The largest error of a row over the row's norm; zero where both are zero."""
-    error = (found.double().cpu() - expected).norm(dim=1)
-    return (error / expected.norm(dim=1).clamp_min(1e-300)).max().item()
-
-
-def logps_error(found, expected):
+def logps_error(logps, expected):
     """Absolute below one nat, relative above: float32 holds log p = -1e4 to 1e-3 only."""
-    return ((found.double().cpu() - expected).abs() / expected.abs().clamp_min(1)).max().item()
+    error = (logps.double().cpu() - expected.cpu()).abs()
+    return (error / expected.cpu().abs().clamp_min(1)).max().item()
 
 
-def check_rows(case, mode, device):
-    """The kernel on rows whose memory is wider than the vocabulary, as in `_chunked`."""
+def check_rows(case, dtype, device):
+    """The kernel on rows whose memory is wider than the vocabulary, as in `token_logprobs`.
+
+    Returns the errors of log-probs, and of one-hot minus softmax: the largest of a row, over the
+    row's norm.
+    """
     logits, targets = make_logits(case)
     expected, gradient = exact(logits, targets)
     rows, vocabulary = logits.shape
-    dtype = getattr(torch, mode)
-    memory = torch.full((rows, -(-vocabulary // 16) * 16 + 16), 77.0, device=device)
+    memory = torch.full((rows, vocabulary + 32), 77.0, device=device)
     memory[:, :vocabulary] = logits
-    exps = torch.full_like(memory, 77.0, dtype=dtype)
+    exps = torch.full_like(memory, 77.0, dtype=DTYPES[dtype])
     logps = torch.empty(rows, device=device)
-    rest, total = logprobs._triton_rows(memory[:, :vocabulary], targets.to(device), logps,
-                                        exps[:, :vocabulary])
-    found = -exps[:, :vocabulary].double().cpu()
-    found[torch.arange(rows), targets] = rest.double().cpu()
-    found /= total.double().cpu()[:, None]
-    return {"logps": logps_error(logps, expected), "gradient": relative(found, gradient),
-            "padding_untouched": bool((exps[:, vocabulary:] == 77.0).all())}
-
-
-def problem(dtype, device, length=37, width=24, vocabulary=5003):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(length, width, generator=generator).to(dtype).to(device)
-    head = torch.randn(vocabulary, width, generator=generator).to(dtype).to(device)
-    return hidden, head, torch.randint(0, vocabulary, (length,), generator=generator).to(device)
-
-
-def brute_force(hidden, head, targets, weights):
-    """Values and gradient by autograd through log_softmax in float64 on the CPU."""
-    hidden, head = (x.detach().double().cpu() for x in (hidden, head))
-    logps = torch.log_softmax(hidden.requires_grad_() @ head.T, 1)
-    logps = logps[torch.arange(len(targets)), targets.cpu()]
-    return logps.detach(), *torch.autograd.grad(logps, hidden, weights.double().cpu())
+    rest, total = logprobs._run_row_kernel(
+        memory[:, :vocabulary], targets.to(device), logps, exps[:, :vocabulary]
+    )
+    d_logits = -exps[:, :vocabulary].double().cpu()
+    d_logits[torch.arange(rows), targets] = rest.double().cpu()
+    d_logits /= total.double().cpu()[:, None]
+    error = (d_logits - gradient).norm(dim=1) / gradient.norm(dim=1).clamp_min(
+        1e-300
+    )
+    return {
+        "logps": logps_error(logps, expected),
+        "gradient": error.max().item(),
+        "padding_untouched": bool((exps[:, vocabulary:] == 77.0).all()),
+    }
 
 
 def check_function(dtype, device):
-    hidden, head, targets = problem(dtype, device)
-    weights = torch.ones(len(targets), device=device)
-    wanted = hidden.clone().requires_grad_()
-    logps = token_logprobs(wanted, head, targets, kernel="triton")
-    logps.backward(weights)
-    expected, gradient = brute_force(hidden, head, targets, weights)
-    norm = gradient.norm()
-    return {"logps": logps_error(logps.detach(), expected),
-            "gradient": ((wanted.grad.double().cpu() - gradient).norm() / norm).item()}
-
-
-def check_no_rows(device):
-    hidden, head, targets = problem(torch.bfloat16, device, length=0)
+    """`token_logprobs` by the kernel: values, gradient, no gradient, no rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(37, 24, generator=generator).to(device, DTYPES[dtype])
+    head = torch.randn(5003, 24, generator=generator).to(device, DTYPES[dtype])
+    targets = torch.randint(0, 5003, (37,), generator=generator).to(device)
+    with torch.no_grad():
+        scored = token_logprobs(hidden, head, targets, kernel="triton")
+        empty = token_logprobs(hidden[:0], head, targets[:0], kernel="triton")
+    exact_hidden = hidden.double().requires_grad_()
+    expected = token_logprobs_reference(exact_hidden, head.double(), targets)
+    expected.sum().backward()
     hidden.requires_grad_()
     logps = token_logprobs(hidden, head, targets, kernel="triton")
     logps.sum().backward()
-    return {"logps": list(logps.shape), "gradient": list(hidden.grad.shape)}
-
-
-def check_no_grad(device):
-    logits, targets = make_logits("ragged")
-    logps = torch.empty(len(logits), device=device)
-    before = logits.to(device)
-    kept = before.clone()
-    logprobs._triton_rows(before, targets.to(device), logps)
-    return {"logps": logps_error(logps, exact(logits, targets)[0]),
-            "logits_untouched": torch.equal(before, kept)}
+    error = (
+        hidden.grad.double() - exact_hidden.grad
+    ).norm() / exact_hidden.grad.norm()
+    return {
+        "logps": logps_error(logps.detach(), expected.detach()),
+        "gradient": error.item(),
+        "same without gradient": torch.equal(scored, logps.detach()),
+        "rows of none": len(empty),
+    }
 
 
 def main():
-    report = {f"{case} {mode}": check_rows(case, mode, "cpu") for case in CASES for mode in MODES}
-    logprobs.CHUNK_ELEMENTS = 16 * 5003  # three chunks, the last one ragged
-    for dtype in (torch.bfloat16, torch.float32):
-        report[f"token_logprobs {str(dtype)[6:]}"] = check_function(dtype, "cpu")
-    report["no rows"], report["no grad"] = check_no_rows("cpu"), check_no_grad("cpu")
-    for name, (hidden, head, targets) in {
-            "float64": problem(torch.float64, "cpu"),
-            "trained head": problem(torch.float32, "cpu")}.items():
-        try:
-            token_logprobs(hidden, head.requires_grad_(name == "trained head"), targets,
-                           kernel="triton")
-        except ValueError as error:
-            report[name] = str(error)
+    report = {}
+    for dtype in DTYPES:
+        for case in CASES:
+            report[f"{case} {dtype}"] = check_rows(case, dtype, "cpu")
+        logprobs.CHUNK_ELEMENTS = 16 * 5003  # three chunks, the last one ragged
+        report[f"token_logprobs {dtype}"] = check_function(dtype, "cpu")
     print(json.dumps(report))
 
 

@@ -22,11 +22,27 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", ".cache", "runs", "__pycache__"
+)
 SWAPS = {
-    "+": "-", "-": "+", "*": "/", "/": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">",
-    "==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min",
-    "True": "False", "False": "True", "not": "",
+    "+": "-",
+    "-": "+",
+    "*": "/",
+    "/": "*",
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "==": "!=",
+    "!=": "==",
+    "and": "or",
+    "or": "and",
+    "min": "max",
+    "max": "min",
+    "True": "False",
+    "False": "True",
+    "not": "",
 }
 
 
@@ -36,7 +52,14 @@ def stays(node):
         return node.name.startswith("print_")
     if isinstance(node, ast.Call):
         return getattr(node.func, "id", "") == "print"
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.Raise | ast.Assert | ast.JoinedStr)
+    return isinstance(
+        node,
+        ast.Import
+        | ast.ImportFrom
+        | ast.Raise
+        | ast.Assert
+        | ast.JoinedStr,
+    )
 
 
 def edits(path):
@@ -47,9 +70,20 @@ def edits(path):
         kept.update(range(node.lineno, node.end_lineno + 1))
     for node in nodes:
         drops = isinstance(node, ast.Assign | ast.AugAssign)
-        drops |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        if drops and node.lineno == node.end_lineno and node.lineno not in kept:
-            yield node.lineno, node.col_offset, node.end_col_offset, "pass"
+        drops |= isinstance(node, ast.Expr) and isinstance(
+            node.value, ast.Call
+        )
+        if (
+            drops
+            and node.lineno == node.end_lineno
+            and node.lineno not in kept
+        ):
+            yield (
+                node.lineno,
+                node.col_offset,
+                node.end_col_offset,
+                "pass",
+            )
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             new = SWAPS.get(token.string)
@@ -66,52 +100,98 @@ def mutants(file):
     for number, start, end, new in edits(ROOT / file):
         line = lines[number - 1]
         changed = line[:start] + new + line[end:]
-        text = "".join(lines[:number - 1]) + changed + "".join(lines[number:])
+        text = (
+            "".join(lines[: number - 1])
+            + changed
+            + "".join(lines[number:])
+        )
         try:
             ast.parse(text)
         except SyntaxError:  # such as a / for the * of f(*values)
             continue
-        result.append((f"{file}:{number}  {line.strip()}  ->  {changed.strip()}", file, text))
+        result.append(
+            (
+                f"{file}:{number}  {line.strip()}  ->  {changed.strip()}",
+                file,
+                text,
+            )
+        )
     return result
 
 
 def passes(folder, tests):
     """Whether all tests pass in this copy; a run of ten minutes does not."""
-    words = [sys.executable, "-m", "pytest", "-xqm", "not slow", "-p", "no:cacheprovider", *tests]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-xqm",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     # A compiled module of the same size and second would hide a change.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, timeout=600)
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            timeout=600,
+        )
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == 0
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Which small faults do the tests catch?")
+    parser = argparse.ArgumentParser(
+        description="Which small faults do the tests catch?"
+    )
     parser.add_argument("--files", nargs="+", required=True)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", type=str.split, required=True, help="paths between quotes")
-    parser.add_argument("--tests-from", help="the commit whose tests judge")
+    parser.add_argument(
+        "--tests",
+        type=str.split,
+        required=True,
+        help="paths between quotes",
+    )
+    parser.add_argument(
+        "--tests-from", help="the commit whose tests judge"
+    )
     args = parser.parse_args()
     every = [mutant for file in args.files for mutant in mutants(file)]
     caught = 0
     with tempfile.TemporaryDirectory() as temporary:
-        copy = shutil.copytree(ROOT, Path(temporary) / "copy", ignore=LEFT_OUT)
+        copy = shutil.copytree(
+            ROOT, Path(temporary) / "copy", ignore=LEFT_OUT
+        )
         if args.tests_from:
             shutil.rmtree(copy / "tests")
             words = ["git", "archive", args.tests_from, "tests"]
-            archive = subprocess.run(words, cwd=ROOT, check=True, capture_output=True).stdout
-            subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
+            archive = subprocess.run(
+                words, cwd=ROOT, check=True, capture_output=True
+            ).stdout
+            subprocess.run(
+                ["tar", "-x"], cwd=copy, input=archive, check=True
+            )
         if not passes(copy, args.tests):
             sys.exit("the tests fail on the source as it is")
-        for description, file, text in random.Random(args.seed).sample(every, args.count):
+        for description, file, text in random.Random(args.seed).sample(
+            every, args.count
+        ):
             (copy / file).write_text(text)
             survived = passes(copy, args.tests)
             shutil.copy(ROOT / file, copy / file)
             caught += not survived
-            print("survived" if survived else "caught  ", description, flush=True)
+            print(
+                "survived" if survived else "caught  ",
+                description,
+                flush=True,
+            )
     print(f"caught {caught} of {args.count}")
 
 

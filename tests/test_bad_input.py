@@ -34,16 +34,27 @@ from runtime import command
 
 def leftovers(folder):
     """Files that are neither whole nor wanted: partial and temporary ones."""
-    return [name for name in listing(folder) if re.search(r"(^|/)\.|partial|incomplete/", name)]
+    return [
+        name
+        for name in listing(folder)
+        if re.search(r"(^|/)\.|partial|incomplete/", name)
+    ]
 
 
 @pytest.fixture
 def bad(tmp_path, files, folders, refused):
     """bad(message, **flags): the run is refused with that message and leaves no trace."""
     paths = files()
-    defaults = {"lower": paths["lower"], "upper": paths["upper"],
-                "upper_heldout": paths["heldout"], "model": folders["llama"],
-                "out": tmp_path / "run", "cache_dir": tmp_path / "cache", "batch": 4, "epochs": 1}
+    defaults = {
+        "lower": paths["lower"],
+        "upper": paths["upper"],
+        "upper_heldout": paths["heldout"],
+        "model": folders["llama"],
+        "out": tmp_path / "run",
+        "cache_dir": tmp_path / "cache",
+        "batch": 4,
+        "epochs": 1,
+    }
 
     def check(message, trace=False, **options):
         before = set(listing(tmp_path))
@@ -56,6 +67,7 @@ def bad(tmp_path, files, folders, refused):
             assert not [name for name in new if not name.startswith("cache/")]
             assert not (tmp_path / "run").exists()
         return line
+
     check.paths = paths
     return check
 
@@ -65,13 +77,19 @@ def bad(tmp_path, files, folders, refused):
 LONG = json.dumps({"prompt": "long " * 200, "response": "b"})
 
 
-@pytest.mark.parametrize(("last", "message"), [
-    ('{"prompt": "a", "response": ', r"bad\.jsonl line 4: not valid JSON"),
-    ("[1, 2]", r"bad\.jsonl line 4: a row must be an object"),
-    ('{"prompt": "a"}', r'line 4: no column "response"'),
-    ('{"prompt": "a", "response": 7}', r'line 4: "response" must be text'),
-    (LONG, r"1 rows are longer than the model's context of 128 tokens.*--max-length 128"),
-])
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ('{"prompt": "a", "response": ', r"bad\.jsonl line 4: not valid JSON"),
+        ("[1, 2]", r"bad\.jsonl line 4: a row must be an object"),
+        ('{"prompt": "a"}', r'line 4: no column "response"'),
+        ('{"prompt": "a", "response": 7}', r'line 4: "response" must be text'),
+        (
+            LONG,
+            r"1 rows are longer than the model's context of 128 tokens.*--max-length 128",
+        ),
+    ],
+)
 @pytest.mark.parametrize("level", ["lower", "upper"])
 def test_rows(bad, tmp_path, level, last, message):
     path = tmp_path / "bad.jsonl"
@@ -87,8 +105,11 @@ def test_sources(bad, tmp_path):
     (tmp_path / "empty").mkdir()
     bad("empty: no .*file", lower=tmp_path / "empty")
     bad("'promt=question' is no name=column pair", lower_columns="promt=question")
-    bad("cannot hold out 1 of 1 rows", upper=write_rows(tmp_path / "one.jsonl", make_rows(1, 33)),
-        upper_heldout=None)
+    bad(
+        "cannot hold out 1 of 1 rows",
+        upper=write_rows(tmp_path / "one.jsonl", make_rows(1, 33)),
+        upper_heldout=None,
+    )
 
 
 def test_a_prompt_that_is_held_out_is_not_trained_on(train, files, tmp_path):
@@ -105,20 +126,25 @@ def test_a_prompt_that_is_held_out_is_not_trained_on(train, files, tmp_path):
 ENTRY = {"row_id": 3, "hash": "0" * 16, "rank": 1, "kept": True}
 
 
-@pytest.mark.parametrize("ranking", [
-    [ENTRY],
-    [ENTRY | {"row_id": 99, "kept": False}],
-    [ENTRY | {"kept": False}],
-    [ENTRY, {"row_id": 1}],
-    [ENTRY | {"kept": "false"}],
-    [],
-])
+@pytest.mark.parametrize(
+    "ranking",
+    [
+        [ENTRY],
+        [ENTRY | {"row_id": 99, "kept": False}],
+        [ENTRY | {"kept": False}],
+        [ENTRY, {"row_id": 1}],
+        [ENTRY | {"kept": "false"}],
+        [],
+    ],
+)
 def test_rankings_that_do_not_belong(bad, tmp_path, ranking):
     """--keep of another data set, of nothing, or no ranking at all."""
     bad("ranking", keep=write_rows(tmp_path / "ranking.jsonl", ranking))
 
 
-@pytest.mark.parametrize("content", ['{"row_id": 1,\n', "3\n", b'{"row_id": 0}\n{"\xff": 1}\n'])
+@pytest.mark.parametrize(
+    "content", ['{"row_id": 1,\n', "3\n", b'{"row_id": 0}\n{"\xff": 1}\n']
+)
 def test_rankings_that_are_no_json_lines(bad, tmp_path, content):
     keep = tmp_path / "ranking.jsonl"
     keep.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -129,27 +155,63 @@ def test_rankings_that_are_no_json_lines(bad, tmp_path, content):
 
 # --- flags ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("epochs", 10), ("epochs", 0), ("rho_start", 1.2), ("batch", -4), ("micro_batch", 0),
-    ("lora_rank", 0), ("lora_alpha", 0), ("max_length", 0), ("save_every", 0), ("lower_limit", -1),
-    ("keep_fraction", 2), ("keep_fraction", 0.01), ("keep_fraction", "nan"), ("lr", "nan"),
-    ("lr", -1), ("omega_lr", "inf"), ("clip", 0), ("clip", "nan"), ("seed", -1), ("seed", 2**63),
-    ("model", None), ("upper", None), ("template", "Q: {question}"),
-])
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 10),
+        ("epochs", 0),
+        ("rho_start", 1.2),
+        ("batch", -4),
+        ("micro_batch", 0),
+        ("lora_rank", 0),
+        ("lora_alpha", 0),
+        ("max_length", 0),
+        ("save_every", 0),
+        ("lower_limit", -1),
+        ("keep_fraction", 2),
+        ("keep_fraction", 0.01),
+        ("keep_fraction", "nan"),
+        ("lr", "nan"),
+        ("lr", -1),
+        ("omega_lr", "inf"),
+        ("clip", 0),
+        ("clip", "nan"),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("model", None),
+        ("upper", None),
+        ("template", "Q: {question}"),
+    ],
+)
 def test_values_that_no_run_can_have(bad, name, value):
     line = bad("", **{name: value})
     assert name.split("_")[-1] in line or "rho" in line
 
 
-@pytest.mark.parametrize("options", [
-    {"method": "mix", "rho": 1.2}, {"method": "mix", "rho": 0}, {"method": "bds", "rho": 0.5},
-    {"method": "sft", "upper": None, "upper_heldout": None, "upper_loss": "dpo"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "mix", "rho": 1.2},
+        {"method": "mix", "rho": 0},
+        {"method": "bds", "rho": 0.5},
+        {"method": "sft", "upper": None, "upper_heldout": None, "upper_loss": "dpo"},
+    ],
+)
 def test_flags_that_contradict_each_other(bad, options):
     bad("--rho|--upper-loss", **options)
 
 
-@pytest.mark.parametrize("words", [["--method", "magic"], ["--preset", "none"], ["--lr", "fast"],
-                                   ["--no-such-flag"], ["--dtype", "int8"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--method", "magic"],
+        ["--preset", "none"],
+        ["--lr", "fast"],
+        ["--no-such-flag"],
+        ["--dtype", "int8"],
+    ],
+)
 def test_what_argparse_refuses_itself(capsys, tmp_path, words):
     """Unknown choices, words for numbers, unknown flags: usage and a line, exit code 2."""
     with pytest.raises(SystemExit) as stop:
@@ -163,33 +225,39 @@ def test_what_argparse_refuses_itself(capsys, tmp_path, words):
 
 # --- models and adapters --------------------------------------------------------------------------
 
+
 @pytest.fixture
 def broken(tmp_path, folders):
     """broken(edit): a copy of the tiny Llama after `edit(folder)`."""
+
     def make(edit, name="model"):
         folder = copy_tree(folders["llama"], tmp_path / name)
         edit(folder)
         return folder
+
     return make
 
 
 def truncate(path):
-    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def configure(**changes):
     def edit(folder):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
+
     return edit
 
 
 def weigh(change):
     """An edit of the weights {name: tensor}."""
+
     def edit(folder):
         weights = load_file(folder / "model.safetensors")
         change(weights)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
     return edit
 
 
@@ -199,29 +267,49 @@ def poison(weights):
 
 def smaller(folder):
     """Ids beyond the embedding: an index error deep in a forward, or said at once."""
+
     def halve(weights):
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             weights[name] = weights[name][:100].clone()
+
     weigh(halve)(folder)
     configure(vocab_size=100)(folder)
 
 
-@pytest.mark.parametrize(("edit", "message"), [
-    (lambda f: truncate(f / "model.safetensors"), "model"),
-    (lambda f: (f / "model.safetensors").write_bytes(b""), "model"),
-    (lambda f: (f / "model.safetensors").unlink(), "model"),
-    (lambda f: (f / "config.json").write_text('{"model_type": "lla'), "model"),
-    (configure(model_type="no_such_thing"), "model"),
-    (configure(model_type="t5"), "encoder-decoder"),
-    (configure(hidden_size=64), "model"),
-    (weigh(lambda w: w.pop("model.layers.0.self_attn.q_proj.weight")), "q_proj"),
-    (weigh(poison), "nan|finite"),
-    (smaller, "(?i)tokenizer.*(vocabulary|embedding|100)"),
-    (lambda f: truncate(f / "tokenizer.json"), "tokenizer"),
-    (lambda f: make_tokenizer(eos=False).save_pretrained(f), "lower: .*end-of-sequence"),
-], ids=["truncated weights", "empty weights", "no weights", "broken config", "unknown architecture",
-        "encoder and decoder", "other size", "a weight less", "infinite weight", "vocabulary",
-        "truncated tokenizer", "no EOS"])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda f: truncate(f / "model.safetensors"), "model"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "model"),
+        (lambda f: (f / "model.safetensors").unlink(), "model"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "lla'), "model"),
+        (configure(model_type="no_such_thing"), "model"),
+        (configure(model_type="t5"), "encoder-decoder"),
+        (configure(hidden_size=64), "model"),
+        (weigh(lambda w: w.pop("model.layers.0.self_attn.q_proj.weight")), "q_proj"),
+        (weigh(poison), "nan|finite"),
+        (smaller, "(?i)tokenizer.*(vocabulary|embedding|100)"),
+        (lambda f: truncate(f / "tokenizer.json"), "tokenizer"),
+        (
+            lambda f: make_tokenizer(eos=False).save_pretrained(f),
+            "lower: .*end-of-sequence",
+        ),
+    ],
+    ids=[
+        "truncated weights",
+        "empty weights",
+        "no weights",
+        "broken config",
+        "unknown architecture",
+        "encoder and decoder",
+        "other size",
+        "a weight less",
+        "infinite weight",
+        "vocabulary",
+        "truncated tokenizer",
+        "no EOS",
+    ],
+)
 def test_broken_models(bad, broken, edit, message):
     bad(message, model=broken(edit))
 
@@ -234,6 +322,7 @@ def test_missing_models(bad, tmp_path):
 
 def test_hub_names_without_a_network(bad, monkeypatch):
     """In seconds, whether the name has an owner or not."""
+
     def unreachable(*args, **kwargs):
         raise OSError("[Errno -3] Temporary failure in name resolution")
 
@@ -250,10 +339,18 @@ def test_broken_adapters(bad, tmp_path, adapters):
     bad("adapter", adapter=adapters["neox"])
 
 
-@pytest.mark.parametrize("options", [
-    {"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]},
-    {"init_lora_weights": "pissa"}, {"trainable_token_indices": [3, 4]}, None,
-], ids=["DoRA", "bias", "modules_to_save", "PiSSA", "tokens", "IA3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["lm_head"]},
+        {"init_lora_weights": "pissa"},
+        {"trainable_token_indices": [3, 4]},
+        None,
+    ],
+    ids=["DoRA", "bias", "modules_to_save", "PiSSA", "tokens", "IA3"],
+)
 def test_adapters_that_are_not_plain_lora(bad, tmp_path, folders, options):
     """Checkpoints and generation know A and B alone."""
     import peft
@@ -263,13 +360,15 @@ def test_adapters_that_are_not_plain_lora(bad, tmp_path, folders, options):
         config = peft.IA3Config(task_type="CAUSAL_LM")
     else:
         config = peft.LoraConfig(
-            r=2, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+            r=2, target_modules="all-linear", task_type="CAUSAL_LM", **options
+        )
     base = AutoModelForCausalLM.from_pretrained(folders["llama"])
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "other")
     bad("other", adapter=tmp_path / "other")
 
 
 # --- folders and disks ----------------------------------------------------------------------------
+
 
 def test_unwritable_folders(bad, tmp_path):
     """Below a regular file and below /proc: even root cannot write there."""
@@ -290,10 +389,18 @@ def file_size_limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("stage", "size"), [
-    ("cache", 2_000), ("checkpoint's adapter", 30_000), ("checkpoint's state", 120_000),
-    ("adapter", 10_000)])
-def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit, stage, size):
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    [
+        ("cache", 2_000),
+        ("checkpoint's adapter", 30_000),
+        ("checkpoint's state", 120_000),
+        ("adapter", 10_000),
+    ],
+)
+def test_full_disk(
+    train, refused, files, tmp_path, monkeypatch, file_size_limit, stage, size
+):
     """While rows are cached, a checkpoint or the adapter is written: nothing half-written is left,
     and with space again the same command goes on to the same result."""
     paths = files(lower=30 if stage == "cache" else 8, upper=6, longest=4)
@@ -315,7 +422,9 @@ def test_full_disk(train, refused, files, tmp_path, monkeypatch, file_size_limit
     assert re.search(r"(?i)file too large.*free space", line)
     assert not leftovers(tmp_path)
     new = [name for name in listing(tmp_path) if name.startswith("run/")]
-    assert not [name for name in new if name.startswith("run/adapter/") or "result" in name]
+    assert not [
+        name for name in new if name.startswith("run/adapter/") or "result" in name
+    ]
     if stage == "cache":
         assert not new
     if "checkpoint" in stage:
@@ -341,7 +450,9 @@ def test_no_link_is_written_over(tmp_path, name):
     assert (tmp_path / "target").read_text() == "old"
 
 
-def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_size_limit):
+def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(
+    tmp_path, file_size_limit
+):
     file = tmp_path / "weights.jsonl"
     utils.write_jsonl(file, [{"row_id": 1}])
     file_size_limit(1000)
@@ -356,27 +467,43 @@ def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_s
 
 # --- training that goes wrong ---------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [
-    {"omega_loss": "next"}, {"omega_loss": "current"}, {"method": "mix", "batch": 12}])
+
+@pytest.mark.parametrize(
+    "options",
+    [{"omega_loss": "next"}, {"omega_loss": "current"}, {"method": "mix", "batch": 12}],
+)
 def test_a_loss_that_is_not_finite(bad, tmp_path, options):
     """A rate of 1e30: theta explodes at the first step, and the run says so at once. With one step
     it is the last: no ranking, adapter or result is written from it."""
     line = bad("finite|nan", lr=1e30, trace=True, **options)
     assert "lower --lr" in line
     run = tmp_path / "run"
-    assert not {"adapter", "weights.jsonl", "result.json"} & {path.name for path in run.iterdir()}
+    assert not {"adapter", "weights.jsonl", "result.json"} & {
+        path.name for path in run.iterdir()
+    }
     for row in read_rows(run / "metrics.jsonl"):
-        assert all(not isinstance(value, float) or math.isfinite(value) for value in row.values())
+        assert all(
+            not isinstance(value, float) or math.isfinite(value)
+            for value in row.values()
+        )
 
 
 # --- as a real process ----------------------------------------------------------------------------
 
+
 def test_a_real_process(files, tmp_path, folders):
     """Through the shell, on a full disk: exit code 2, one line, no trace."""
     paths = files()
-    words, environment = python("train_offline.py", *flags(
-        lower=paths["lower"], upper=paths["upper"], model=folders["llama"], out=tmp_path / "run",
-        cache_dir=tmp_path / "cache"))
+    words, environment = python(
+        "train_offline.py",
+        *flags(
+            lower=paths["lower"],
+            upper=paths["upper"],
+            model=folders["llama"],
+            out=tmp_path / "run",
+            cache_dir=tmp_path / "cache",
+        ),
+    )
     done = subprocess.run(
         words,
         env=environment,
@@ -387,6 +514,8 @@ def test_a_real_process(files, tmp_path, folders):
         timeout=120,
     )
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: .*(?i:file too large); free space, .*", done.stderr.strip())
+    assert re.fullmatch(
+        r"error: .*(?i:file too large); free space, .*", done.stderr.strip()
+    )
     assert not (tmp_path / "run").exists()
     assert not leftovers(tmp_path)

@@ -17,7 +17,7 @@ from conftest import (
     save_model,
     write_rows,
 )
-from test_generate import make_prompts, only_ends
+from test_generate import make_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batches
@@ -26,10 +26,32 @@ import models
 from data.tokens import empty_prompt, load_rows
 from utils import UserError, content_hash
 
-COLUMNS = ["row_id", "hash", "prompt", "response", "rank", "kept", "weight", "masked"]
+COLUMNS = [
+    "row_id",
+    "hash",
+    "prompt",
+    "response",
+    "rank",
+    "kept",
+    "weight",
+    "masked",
+]
 COLUMNS += ["refined", "recommended", "margin", "refined_logp"]
 COLUMNS += ["generated_at", "ratio", "logps", "old_logps"]
-SAMPLING = {"max_new_tokens": 9, "temperature": 0.8, "end_ids": {0}, "batch_size": 3}
+SAMPLING = {
+    "max_new_tokens": 9,
+    "temperature": 0.8,
+    "end_ids": {0},
+    "batch_size": 3,
+}
+
+
+def only_ends(neox):
+    """A GPT-NeoX whose every position predicts token 0."""
+    with torch.no_grad():
+        neox.gpt_neox.final_layer_norm.bias.fill_(3.0)
+        neox.get_output_embeddings().weight[0] = 3.0
+    return neox.eval()
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -81,13 +103,6 @@ def test_well_formed(tokens, complete, fine):
     assert curate.well_formed(PROMPT, tokens, complete) == fine
 
 
-@pytest.mark.parametrize(("unique", "fine"), [(11, True), (10, False)])
-def test_half_of_the_4_grams_may_repeat(unique, fine):
-    """24 tokens have 21 4-grams: 11 different ones are no repetition, 10 are."""
-    tokens = [200 + i % unique for i in range(24)]
-    assert curate.well_formed(PROMPT, tokens, True) == fine
-
-
 def test_what_is_never_recommended(monkeypatch):
     """However large its margin: a copy, a repetition, an unfinished answer, one without text."""
     tokenizer = make_tokenizer()
@@ -135,9 +150,7 @@ def test_end_tokens(tmp_path, chat, turn_end):
     cut = {"input_ids": [7, 8, 9], "trained": [0, 1, 1], "complete": False}
     ends = {"input_ids": [7, 8, 3], "trained": [0, 1, 1], "complete": True}
     for rows, expected in (([cut] * 100 + [ends], {0, 3}), ([cut], {0})):
-        assert (
-            curate.end_tokens(datasets.Dataset.from_list(rows), tokenizer) == expected
-        )
+        assert curate.end_tokens(datasets.Dataset.from_list(rows), tokenizer) == expected
 
 
 def test_room_for_an_answer():
@@ -184,9 +197,7 @@ def calibrate(monkeypatch, folders):
             "trained": [[0] * prompt + [1, 1]] * count,
             "prompt_hash": hashes or list(range(count)),
         }
-        answers = [
-            ([5, 6, 0] if good else [0], True) for good in fine or [True] * count
-        ]
+        answers = [([5, 6, 0] if good else [0], True) for good in fine or [True] * count]
 
         def scores(model, prompts, responses, blank):
             of_trusted = responses[0] == [4, 0]
@@ -235,7 +246,11 @@ NONE = (None, None)
             {"hashes": [*range(39), *[0] * 21]},
             NONE,
         ),  # of a question the first row counts
-        (60, {"prompt": 120}, NONE),  # an answer would not fit into the context of 128
+        (
+            60,
+            {"prompt": 120},
+            NONE,
+        ),  # an answer would not fit into the context of 128
         (60, {"prompt": 119}, (0.5, 0.0)),
     ],
 )
@@ -261,9 +276,7 @@ def test_eq_curated_rows(online, files, folders):
         "k_gen": 6,
         "mask": "dynamic",
     }
-    run = online(
-        paths, ratio_masked=0.35, keep_fraction=0.6, max_new_tokens=9, **method
-    )
+    run = online(paths, ratio_masked=0.35, keep_fraction=0.6, max_new_tokens=9, **method)
     base = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = peft.PeftModel.from_pretrained(tuned, run.out / "adapter")
@@ -300,7 +313,11 @@ def test_eq_curated_rows(online, files, folders):
         else:
             ids = torch.tensor([prompt])
             mask = torch.ones_like(ids)
-            greedy = {"do_sample": False, "max_new_tokens": 9, "attention_mask": mask}
+            greedy = {
+                "do_sample": False,
+                "max_new_tokens": 9,
+                "attention_mask": mask,
+            }
             tokens = tuned.generate(input_ids=ids, **greedy)[0, len(prompt) :].tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
             assert entry["refined"] == text

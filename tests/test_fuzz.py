@@ -15,10 +15,40 @@ import train_online
 from data import tokens
 from runtime.command import run as run_command
 
-NUMBERS = ("-1", "0", "nan", "inf", "1e400", "x", "", " ", "0x10", "99999999999999999999", "1,5",
-           "\u0661")
-VALUES = (None, True, -1, 10**30, 1.5, "", " ", "\u0000", "\ud800", [], {}, [[]], ["a"], {"a": {}},
-          "x" * 100_000, [{"role": "user"}], [{"role": 3, "content": "a"}], "\x1b[2J")
+NUMBERS = (
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "1e400",
+    "x",
+    "",
+    " ",
+    "0x10",
+    "99999999999999999999",
+    "1,5",
+    "\u0661",
+)
+VALUES = (
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    "",
+    " ",
+    "\u0000",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    ["a"],
+    {"a": {}},
+    "x" * 100_000,
+    [{"role": "user"}],
+    [{"role": 3, "content": "a"}],
+    "\x1b[2J",
+)
 
 
 def attempt(call, capfd):
@@ -30,7 +60,9 @@ def attempt(call, capfd):
     except SystemExit as stop:
         code = stop.code
     stderr = capfd.readouterr().err
-    lines = [line for line in stderr.replace("\r", "\n").splitlines() if "error: " in line]
+    lines = [
+        line for line in stderr.replace("\r", "\n").splitlines() if "error: " in line
+    ]
     assert code in (0, 2), stderr
     assert "Traceback" not in stderr, stderr
     assert len(lines) == (code == 2), stderr
@@ -38,6 +70,7 @@ def attempt(call, capfd):
 
 
 # --- sources --------------------------------------------------------------------------------------
+
 
 def damaged_jsonl(rng, rows):
     """Bytes of a jsonl file with one thing wrong, often."""
@@ -55,12 +88,14 @@ def damaged_jsonl(rng, rows):
     if way == 3:
         return text[:place]
     if way == 4:
-        return text[:place] + bytes([rng.randrange(256)]) + text[place + 1:]
+        return text[:place] + bytes([rng.randrange(256)]) + text[place + 1 :]
     if way == 5:
         wrong = rng.choice((b"\0", b"\xff\xfe", b"{", b"]", b'"', b"\n\n"))
         return text[:place] + wrong + text[place:]
     if way == 6:
-        return rng.choice((b"", b"\n", b"[]", b"null", b"{}", b"[" * 5000, b"\x1f\x8b", b"PK\3\4"))
+        return rng.choice(
+            (b"", b"\n", b"[]", b"null", b"{}", b"[" * 5000, b"\x1f\x8b", b"PK\3\4")
+        )
     if way == 7:
         return text.decode().encode(rng.choice(("utf-16", "utf-32", "utf-8-sig")))
     if way == 8:
@@ -75,15 +110,17 @@ def damaged_csv(rng, rows):
     writer.writerows(rows)
     text = out.getvalue().encode()
     place = rng.randrange(len(text))
-    return rng.choice((
-        text[:place],
-        text[:place] + b'"' + text[place:],
-        text.replace(b",", b";"),
-        text[:place] + bytes([rng.randrange(256)]) + text[place + 1:],
-        b"prompt,prompt\na,b\n",
-        b"prompt\n",
-        text + b"a,b,c,d\n",
-    ))
+    return rng.choice(
+        (
+            text[:place],
+            text[:place] + b'"' + text[place:],
+            text.replace(b",", b";"),
+            text[:place] + bytes([rng.randrange(256)]) + text[place + 1 :],
+            b"prompt,prompt\na,b\n",
+            b"prompt\n",
+            text + b"a,b,c,d\n",
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,8 +135,12 @@ def test_damaged_sources(seed, tmp_path, capfd):
         source = make_rows(6, seed=100 + number)
         file.write_bytes((damaged_csv if kind == "csv" else damaged_jsonl)(rng, source))
         loaded = []
-        code, line = attempt(lambda file=file, loaded=loaded: loaded.append(
-            tokens.load_rows(file, tokenizer, cache_dir=tmp_path / "cache")), capfd)
+        code, line = attempt(
+            lambda file=file, loaded=loaded: loaded.append(
+                tokens.load_rows(file, tokenizer, cache_dir=tmp_path / "cache")
+            ),
+            capfd,
+        )
         codes.append(code)
         assert not [name for name in listing(tmp_path) if "incomplete/" in name]
         if code == 2:
@@ -108,7 +149,10 @@ def test_damaged_sources(seed, tmp_path, capfd):
             assert str(file) in line
             continue
         rows, report = loaded[0]
-        assert len(rows) + sum(map(len, report["dropped"].values())) == report["rows_in_source"]
+        assert (
+            len(rows) + sum(map(len, report["dropped"].values()))
+            == report["rows_in_source"]
+        )
         same = [row["prompt"] == source[row["row_id"]]["prompt"] for row in rows]
         assert same.count(False) <= 1
     print(f"\nseed {seed}: {codes.count(2)} of {len(codes)} refused")
@@ -116,6 +160,7 @@ def test_damaged_sources(seed, tmp_path, capfd):
 
 
 # --- flags ----------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [train_offline, train_online])
@@ -132,8 +177,15 @@ def test_values_of_every_flag(script, files, folders, tmp_path, capfd, monkeypat
     script.parse_args([])
     monkeypatch.undo()
     paths = files(lower=4, upper=4)
-    common = flags(lower=paths["lower"], upper=paths["upper"], model=folders["llama"], epochs=1,
-                   cache_dir=tmp_path / "cache", max_length=64, batch=4)
+    common = flags(
+        lower=paths["lower"],
+        upper=paths["upper"],
+        model=folders["llama"],
+        epochs=1,
+        cache_dir=tmp_path / "cache",
+        max_length=64,
+        batch=4,
+    )
     if script is train_online:
         common += ["--max-new-tokens", "2", "--ratio-masked", "0.5"]
     codes = []
@@ -141,8 +193,11 @@ def test_values_of_every_flag(script, files, folders, tmp_path, capfd, monkeypat
         if action.type not in (int, float):
             continue
         for value in NUMBERS:
-            words = [*common, f"--out={tmp_path / str(len(codes))}",
-                     f"{action.option_strings[0]}={value}"]
+            words = [
+                *common,
+                f"--out={tmp_path / str(len(codes))}",
+                f"{action.option_strings[0]}={value}",
+            ]
             codes.append(attempt(lambda words=words: script.main(words), capfd)[0])
     print(f"\n{script.__name__}: {codes.count(2)} of {len(codes)} refused")
     assert len(codes) > 150

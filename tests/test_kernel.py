@@ -11,44 +11,44 @@ import subprocess
 
 import pytest
 from conftest import ROOT, python
-from kernel_checks import CASES, MODES
+from kernel_checks import CASES
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                reason="Triton is not installed (requirements-dev.txt has it)")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed (requirements-dev.txt has it)",
+)
+# The interpreter cuts float32 off to bf16, a GPU rounds it.
+LIMITS = {"bfloat16": 6e-3, "float32": 2e-6}
 
 
 @pytest.fixture(scope="module")
 def report():
     """The results of every check, by name."""
-    command, environment = python(ROOT / "tests" / "kernel_checks.py", TRITON_INTERPRET="1")
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    command, environment = python(
+        ROOT / "tests" / "kernel_checks.py", TRITON_INTERPRET="1"
+    )
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("case", CASES)
-def test_eq_row_kernel_against_float64(report, case, mode):
-    """log p to 1e-5 and one-hot minus softmax to 3e-3 in bf16 (2e-6 in float32)."""
-    errors = report[f"{case} {mode}"]
+def test_eq_row_kernel_against_float64(report, case, dtype):
+    """log p to 1e-5 and one-hot minus softmax to the dtype's precision."""
+    errors = report[f"{case} {dtype}"]
     assert errors["logps"] < 1e-5
-    assert errors["gradient"] < {"bfloat16": 3e-3, "float32": 2e-6}[mode]
+    assert errors["gradient"] < LIMITS[dtype]
     assert errors["padding_untouched"]
 
 
-def test_eq_token_logprobs_through_the_kernel(report):
-    """The whole function in bf16 and float32, chunks that end ragged: value and gradient."""
-    for name in ("bfloat16", "float32"):
-        errors = report[f"token_logprobs {name}"]
-        assert errors["logps"] < 1e-5
-        assert errors["gradient"] < {"bfloat16": 3e-3, "float32": 1e-5}[name]
-
-
-def test_no_rows_and_no_gradient(report):
-    assert report["no rows"] == {"logps": [0], "gradient": [0, 24]}
-    assert report["no grad"]["logps"] < 1e-5 and report["no grad"]["logits_untouched"]
-
-
-def test_the_kernel_is_refused_where_it_cannot_run(report):
-    assert "not for torch.float64" in report["float64"]
-    assert "only kernel='reference'" in report["trained head"]
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_eq_token_logprobs_through_the_kernel(report, dtype):
+    """The whole function, chunks that end ragged: value and gradient, without one, without rows."""
+    errors = report[f"token_logprobs {dtype}"]
+    assert errors["logps"] < 1e-5
+    assert errors["gradient"] < LIMITS[dtype]
+    assert errors["same without gradient"]
+    assert errors["rows of none"] == 0

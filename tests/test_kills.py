@@ -12,7 +12,8 @@ from test_resume import fingerprint
 COMMON = {"batch": 4, "micro_batch": 2, "lr": 1e-2, "save_every": 3, "epochs": 4}
 SCRIPTS = {
     "train_offline": COMMON | {"omega_lr": 5, "correction": 0.5},
-    "train_online": COMMON | {
+    "train_online": COMMON
+    | {
         "omega_lr": 10,
         "k_gen": 4,
         "num_answers": 2,
@@ -34,10 +35,18 @@ def forks(tmp_path_factory):
 def killed_often(forks, script, folder, model, kills, seed):
     """Runs of `script`, each killed and resumed until done, `kills` kills in all; asserts."""
     options = SCRIPTS[script] | {"model": model}
-    for name, count, rows_seed in (("lower", 14, 1), ("upper", 7, 2), ("upper_heldout", 4, 3)):
-        options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, rows_seed))
+    for name, count, rows_seed in (
+        ("lower", 14, 1),
+        ("upper", 7, 2),
+        ("upper_heldout", 4, 3),
+    ):
+        options[name] = write_rows(
+            folder / f"{name}.jsonl", make_rows(count, rows_seed)
+        )
 
-    def words(run, *more):  # every run tokenises anew: kills may fall into the cache's making
+    def words(
+        run, *more
+    ):  # every run tokenises anew: kills may fall into the cache's making
         return [*flags(**options, out=run, cache_dir=run.with_suffix(".cache")), *more]
 
     assert forks.run(script, words(folder / "whole")) == 0, forks.log.read_text()
@@ -61,15 +70,25 @@ def killed_often(forks, script, folder, model, kills, seed):
             more = ["--resume"]
         files = fingerprint(run)
         assert files.keys() == whole.keys(), (seed, instants)
-        assert [name for name in files if files[name] != whole[name]] == [], (seed, instants)
-        assert not [name for name in listing(run) if "partial" in name], (seed, instants)
-    print(f"\n{script}: killed at {[round(instant / seconds, 2) for instant in instants]} of "
-          f"{seconds:.1f} s, seed {seed}: all equal bit for bit")
+        assert [name for name in files if files[name] != whole[name]] == [], (
+            seed,
+            instants,
+        )
+        assert not [name for name in listing(run) if "partial" in name], (
+            seed,
+            instants,
+        )
+    print(
+        f"\n{script}: killed at {[round(instant / seconds, 2) for instant in instants]} of "
+        f"{seconds:.1f} s, seed {seed}: all equal bit for bit"
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_killed_three_times(forks, script, folders, tmp_path):
-    killed_often(forks, script, tmp_path, folders["llama"], kills=3, seed=time.time_ns() % 10**6)
+    killed_often(
+        forks, script, tmp_path, folders["llama"], kills=3, seed=time.time_ns() % 10**6
+    )
 
 
 @pytest.mark.slow

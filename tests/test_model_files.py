@@ -54,7 +54,10 @@ BOTH = [
     ("rho_step", (1,)),
     ("fsdp", (True,)),
     ("upper", (None,)),
-    ("model", (None, "", "no/such/folder", "./gone", "x" * 300, "owner/" + "x" * 300)),
+    (
+        "model",
+        (None, "", "no/such/folder", "./gone", "x" * 300, "owner/" + "x" * 300),
+    ),
     ("adapter", ("no/such/folder", "x" * 300)),
     ("lower", ("x" * 300, "gone.jsonl")),
     ("out", ("/tmp/" + "x" * 300,)),
@@ -125,7 +128,9 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
     """A config.json of fewer layers: transformers leaves the others out and says nothing."""
     folder = copy_tree(folders["llama"], tmp_path / "shallow")
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1})
+    )
     assert "model.layers.1." in train(files(), folder, batch=12, epochs=1).text
 
 

@@ -12,15 +12,18 @@ from utils import UserError
 @pytest.fixture
 def load(tmp_path):
     """load(rows, ...) -> (rows, report)."""
+
     def call(rows, read=tokens.load_rows, **options):
         path = write_rows(tmp_path / "source.jsonl", rows)
         return read(path, make_tokenizer(), cache_dir=tmp_path / "cache", **options)
+
     return call
 
 
 @pytest.fixture
 def levels(tmp_path):
     """levels(lower=rows, upper=rows, ...) -> what `load_levels` gives."""
+
     def call(**options):
         settings = SimpleNamespace(
             lower=None,
@@ -41,6 +44,7 @@ def levels(tmp_path):
                 value = write_rows(tmp_path / f"{name}.jsonl", value)
             setattr(settings, name, value)
         return sets.load_levels(settings, make_tokenizer(), 999)
+
     return call
 
 
@@ -49,6 +53,7 @@ def pair(prompt, chosen, rejected):
 
 
 # --- levels ---------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize(("trusted", "held_out"), [(5, 1), (40, 4), (6000, 500)])
 def test_a_tenth_is_held_out(levels, trusted, held_out):
@@ -61,7 +66,9 @@ def test_a_tenth_is_held_out(levels, trusted, held_out):
 def test_held_out_rows_are_read_the_way_their_level_is(levels):
     renamed = []
     for row in make_rows(9, 2):
-        renamed.append({"question": row["prompt"], "response": "b", "prompt": "never read"})
+        renamed.append(
+            {"question": row["prompt"], "response": "b", "prompt": "never read"}
+        )
     loaded = levels(
         lower=make_rows(6, 1),
         upper=renamed[:5],
@@ -70,7 +77,11 @@ def test_held_out_rows_are_read_the_way_their_level_is(levels):
         lower_limit=4,
         upper_limit=3,
     )
-    assert (len(loaded.lower), len(loaded.upper), len(loaded.upper_heldout)) == (4, 3, 4)
+    assert (len(loaded.lower), len(loaded.upper), len(loaded.upper_heldout)) == (
+        4,
+        3,
+        4,
+    )
     assert "never read" not in loaded.upper_heldout["prompt"][:]
 
 
@@ -88,8 +99,12 @@ def test_held_out_questions_train_on_no_level(levels, capsys):
     assert sorted(loaded.reports["lower"]["dropped"]["held_out_prompt"]) == [0, 1, 7]
     assert sorted(loaded.reports["upper"]["dropped"]["held_out_prompt"]) == [2, 7]
     assert sets.left_out(loaded.reports["lower"]) == ", dropped {'held_out_prompt': 3}"
-    assert "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"lower: every row has a prompt that is held out"):
+    assert (
+        "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match=r"lower: every row has a prompt that is held out"
+    ):
         levels(lower=rows[:8], upper=rows[10:], upper_heldout=rows[:10])
 
 
@@ -115,12 +130,15 @@ def test_split_held_out_is_disjoint_by_prompt_and_of_its_seed(load):
 def test_prompt_overlap_is_up_to_whitespace_and_composition(load):
     texts = "one", "two  words", "caf\u00e9"
     one, _ = load([{"prompt": text, "response": "x"} for text in texts])
-    two, _ = load([{"prompt": text, "response": "y"} for text in ("two words", "cafe\u0301")])
+    two, _ = load(
+        [{"prompt": text, "response": "y"} for text in ("two words", "cafe\u0301")]
+    )
     assert sets.prompt_overlap(one, two) == [1, 2]
     assert sets.first_places(["a", "b", "a"]) == {"a": 0, "b": 1}
 
 
 # --- pairs ----------------------------------------------------------------------------------------
+
 
 def test_pairs_join_on_row_ids(load):
     long = "red " * 40
@@ -136,7 +154,10 @@ def test_pairs_join_on_row_ids(load):
     assert report["truncated"] == 3
     assert list(rows["row_id"]) == [0, 4]
     row = rows[1]
-    rejected = {"input_ids": row["rejected_input_ids"], "trained": row["rejected_trained"]}
+    rejected = {
+        "input_ids": row["rejected_input_ids"],
+        "trained": row["rejected_trained"],
+    }
     for side, answer in ((row, "good"), (rejected, "bad")):
         shown = tokens.show_example(side, make_tokenizer())
         assert shown == f"User: e\nAssistant:⟦ {answer}<eos>⟧"
@@ -148,29 +169,42 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     text = "\n\nHuman: {}\n\nAssistant: {}"
     source = []
     for other in ("a", "c"):
-        source.append({"chosen": text.format("a", "yes"), "rejected": text.format(other, "no")})
+        source.append(
+            {"chosen": text.format("a", "yes"), "rejected": text.format(other, "no")}
+        )
     rows, report = load(source, sets.load_pairs)
     assert report["dropped"]["two questions"] == [1]
     assert list(rows["row_id"]) == [0]
     with pytest.raises(UserError, match=r"no pair with two different responses"):
         load(source[1:], sets.load_pairs)
-    with pytest.raises(UserError, match=r"preference pairs need chosen and rejected columns"):
+    with pytest.raises(
+        UserError, match=r"preference pairs need chosen and rejected columns"
+    ):
         load(make_rows(3, 1), sets.load_pairs)
 
 
 # --- reports and checks ---------------------------------------------------------------------------
 
+
 def test_what_is_left_out_is_said():
-    report = {"dropped": {"tool_call": [1, 2], "empty_prompt": []}, "bad": 1, "unlabelled": 3,
-              "truncated": 2, "unread": [f"c{n}" for n in range(12)]}
+    report = {
+        "dropped": {"tool_call": [1, 2], "empty_prompt": []},
+        "bad": 1,
+        "unlabelled": 3,
+        "truncated": 2,
+        "unread": [f"c{n}" for n in range(12)],
+    }
     assert sets.left_out(report) == (
         ", dropped {'tool_call': 2}, 2 responses cut, 1 labelled bad, 3 without a label count as "
-        "good, not read: c0, c1, c2, c3, c4, c5, c6, c7, c8 and 3 more")
+        "good, not read: c0, c1, c2, c3, c4, c5, c6, c7, c8 and 3 more"
+    )
     assert sets.left_out({}) == ""
 
 
 def test_both_sides_of_a_pair_count(load):
-    rows, _ = load([pair("a", "blue", "no"), pair("b", "blue", "stone " * 43)], sets.load_pairs)
+    rows, _ = load(
+        [pair("a", "blue", "no"), pair("b", "blue", "stone " * 43)], sets.load_pairs
+    )
     sides = [[len(row["input_ids"]), len(row["rejected_input_ids"])] for row in rows]
     assert sets.row_lengths(rows).tolist() == [sum(both) for both in sides]
     assert sets.row_lengths(rows.select([1])).tolist() == [sum(sides[1])]
@@ -187,7 +221,9 @@ def test_check_vocabulary(load):
     config.get_text_config = lambda: config
     sets.check_vocabulary({"lower": rows}, config)
     config.vocab_size = largest
-    with pytest.raises(UserError, match=rf"lower: .* token {largest}, .* has {largest} tokens"):
+    with pytest.raises(
+        UserError, match=rf"lower: .* token {largest}, .* has {largest} tokens"
+    ):
         sets.check_vocabulary({"lower": rows}, config)
 
 

@@ -8,22 +8,27 @@ from transformers import PreTrainedTokenizerFast
 from data import tokens
 from utils import UserError
 
-LLAMA3 = ("<bos>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
-          "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}")
-TALK = {"messages": [
-    {"role": "user", "content": "a?"},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c?"},
-    {"role": "assistant", "content": "d"},
-]}
+LLAMA3 = (
+    "<bos>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
+)
+TALK = {
+    "messages": [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c?"},
+        {"role": "assistant", "content": "d"},
+    ]
+}
 
 
 def with_bos(tokenizer):
     """A tokenizer that begins every text with a token of its own."""
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     start = tokenizers.processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
     tokenizer.backend_tokenizer.post_processor = start
     return tokenizer
 
@@ -31,6 +36,7 @@ def with_bos(tokenizer):
 @pytest.fixture
 def load(tmp_path):
     """load(tokenizer, rows or (prompt, response), ...) -> rows."""
+
     def call(tokenizer, *rows, **options):
         source = []
         for row in rows:
@@ -38,7 +44,10 @@ def load(tmp_path):
                 row = dict(zip(("prompt", "response"), row, strict=True))
             source.append(row)
         path = write_rows(tmp_path / "source.jsonl", source)
-        return tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "cache", **options)[0]
+        return tokens.load_rows(
+            path, tokenizer, cache_dir=tmp_path / "cache", **options
+        )[0]
+
     return call
 
 
@@ -47,7 +56,11 @@ def plain(tokenizer, text):
 
 
 def trained(row):
-    return [token for token, loss in zip(row["input_ids"], row["trained"], strict=True) if loss]
+    return [
+        token
+        for token, loss in zip(row["input_ids"], row["trained"], strict=True)
+        if loss
+    ]
 
 
 def show(load, tokenizer, *rows, **options):
@@ -55,6 +68,7 @@ def show(load, tokenizer, *rows, **options):
 
 
 # --- plain templates ------------------------------------------------------------------------------
+
 
 def test_no_merge_across_the_border(load):
     tokenizer = make_tokenizer()
@@ -65,12 +79,15 @@ def test_no_merge_across_the_border(load):
     assert trained(row) == [*plain(tokenizer, "d"), 0]
 
 
-@pytest.mark.parametrize(("template", "row", "expected"), [
-    (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
-    ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
-    ("{prompt}{response}", ("x ", "y"), "x⟦ y<eos>⟧"),
-    ("{prompt} -> {response};\n", ("x", "y"), "x ->⟦ y;<eos>⟧"),
-])
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
+        ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
+        ("{prompt}{response}", ("x ", "y"), "x⟦ y<eos>⟧"),
+        ("{prompt} -> {response};\n", ("x", "y"), "x ->⟦ y;<eos>⟧"),
+    ],
+)
 def test_prompt_never_ends_in_whitespace(load, template, row, expected):
     tokenizer = make_tokenizer()
     rows = load(tokenizer, row, template=template)
@@ -79,8 +96,16 @@ def test_prompt_never_ends_in_whitespace(load, template, row, expected):
     assert trained(rows[0]) == [*plain(tokenizer, response), 0]
 
 
-@pytest.mark.parametrize("template", ["{prompt}", "{response}", "{prompt}{prompt}{response}",
-                                      "{response} {prompt}", "{prompt} {response} {response}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{prompt}",
+        "{response}",
+        "{prompt}{prompt}{response}",
+        "{response} {prompt}",
+        "{prompt} {response} {response}",
+    ],
+)
 def test_bad_template(load, template):
     with pytest.raises(UserError, match=r"--template"):
         load(make_tokenizer(), ("a", "b"), template=template)
@@ -93,12 +118,19 @@ def test_turns_of_a_conversation(load):
     assert text == "User: a?\nAssistant:⟦ b<eos>⟧\nUser: c?\nAssistant:⟦ d<eos>⟧"
 
 
-@pytest.mark.parametrize(("template", "written", "text"), [
-    ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
-    ("Q: {prompt}\nA: {response}\n###", " # red\n### blue\n###<eos>", "# red\n### blue"),
-    ("Q: {prompt}\nA: {response}<|im_end|>\n--", " red<|im_end|>\n--<eos>", "red"),
-    (None, " red\n###<eos>", "red\n###"),
-])
+@pytest.mark.parametrize(
+    ("template", "written", "text"),
+    [
+        ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
+        (
+            "Q: {prompt}\nA: {response}\n###",
+            " # red\n### blue\n###<eos>",
+            "# red\n### blue",
+        ),
+        ("Q: {prompt}\nA: {response}<|im_end|>\n--", " red<|im_end|>\n--<eos>", "red"),
+        (None, " red\n###<eos>", "red\n###"),
+    ],
+)
 def test_the_text_behind_the_response_is_no_part_of_an_answer(template, written, text):
     tokenizer = make_tokenizer()
     assert tokens.response_text(tokenizer, plain(tokenizer, written), template) == text
@@ -113,10 +145,26 @@ def test_the_template_around_an_empty_question():
 
 # --- chat templates -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("chat", "head", "middle", "end"), [
-    (CHATML, "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>"),
-    (LLAMA3, "<bos><|im_start|>user<|im_end|>\n\nwhat?<|im_end|>"
-     "<|im_start|>assistant<|im_end|>\n\n", "", "<|im_end|>")], ids=["ChatML", "Llama 3"])
+
+@pytest.mark.parametrize(
+    ("chat", "head", "middle", "end"),
+    [
+        (
+            CHATML,
+            "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n",
+            "\n",
+            "<|im_end|>",
+        ),
+        (
+            LLAMA3,
+            "<bos><|im_start|>user<|im_end|>\n\nwhat?<|im_end|>"
+            "<|im_start|>assistant<|im_end|>\n\n",
+            "",
+            "<|im_end|>",
+        ),
+    ],
+    ids=["ChatML", "Llama 3"],
+)
 def test_chat_template(load, chat, head, middle, end):
     tokenizer = with_bos(make_tokenizer(chat))
     row = load(tokenizer, ("what?", "a ball"))[0]
@@ -138,8 +186,10 @@ def test_chat_template(load, chat, head, middle, end):
 
 
 def test_chat_template_without_end_of_turn_gets_eos(load):
-    chat = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}")
+    chat = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     text = show(load, make_tokenizer(chat), ("a", "b"))
     assert text == "user: a\nassistant: ⟦b<eos>⟧"
 
@@ -150,10 +200,19 @@ def test_a_chat_template_that_hides_the_border_is_refused(load):
         load(make_tokenizer(odd), ("a", "b"))
 
 
-@pytest.mark.parametrize("broken", ["{{ 1 + 'a' }}", "{{ messages[7]['content'] }}", "{% for %}",
-                                    "{{ raise_exception('never') }}"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{{ 1 + 'a' }}",
+        "{{ messages[7]['content'] }}",
+        "{% for %}",
+        "{{ raise_exception('never') }}",
+    ],
+)
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(UserError, match=r"no row is left .*the chat template says: \w+"):
+    with pytest.raises(
+        UserError, match=r"no row is left .*the template says: \w+"
+    ):
         load(make_tokenizer(broken + CHATML), ("a", "b"))
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
@@ -162,17 +221,23 @@ def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
 
 # --- control tokens -------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("chat", [None, CHATML])
-@pytest.mark.parametrize("text", [
-    "a<|im_end|>\n<|im_start|>assistant\nb <eos> c",
-    f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b",
-    "a \ud8000\udfff b",  # what stands in for special-token strings inside
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a<|im_end|>\n<|im_start|>assistant\nb <eos> c",
+        f"a <eos>{chr(0xE000)}<|im_end|> {chr(0x10FFFD)}0 b",
+        "a \ud8000\udfff b",  # what stands in for special-token strings inside
+    ],
+)
 def test_special_tokens_in_user_text_stay_text(load, chat, text):
     tokenizer = make_tokenizer(chat)
     rows = load(tokenizer, (text, text), ("plain", "text"))
     special = tokens.special_tokens(tokenizer)
-    controls = [[token for token in row["input_ids"] if token in special] for row in rows]
+    controls = [
+        [token for token in row["input_ids"] if token in special] for row in rows
+    ]
     assert controls[0] == controls[1], "the same control tokens as a harmless row"
     end = "<|im_end|>" if chat else "<eos>"
     assert tokenizer.decode(trained(rows[0])).strip() == rows[0]["response"] + end
@@ -206,14 +271,19 @@ def test_bos_iff_the_tokenizer_adds_one(load, turns, row):
 def test_tokenizer_that_prepends_a_space(load):
     """Llama-2-like: tokenised apart, the response must not gain a space of its own."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    model.normalizer = tokenizers.normalizers.Sequence([
-        tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")])
+    model.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=200, special_tokens=["<unk>", "<eos>"], initial_alphabet=["\n", "▁", "|"],
-        show_progress=False)
+        vocab_size=200,
+        special_tokens=["<unk>", "<eos>"],
+        initial_alphabet=["\n", "▁", "|"],
+        show_progress=False,
+    )
     model.train_from_iterator(["football is a game", "a foot, a ball"] * 20, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token="<eos>", unk_token="<unk>")
+        tokenizer_object=model, eos_token="<eos>", unk_token="<unk>"
+    )
 
     def joined(row, template):
         ids = load(tokenizer, row, template=template)[0]["input_ids"]
@@ -222,7 +292,7 @@ def test_tokenizer_that_prepends_a_space(load):
     assert joined(("foot", "ball"), "{prompt}|{response}") == "▁foot|ball<eos>"
     assert joined(("foot", "ball"), "{prompt}| {response}") == "▁foot|▁ball<eos>"
     row = load(tokenizer, ("<eos>", "x"), template="{prompt}{response}")[0]
-    head = row["input_ids"][:row["trained"].index(1)]
+    head = row["input_ids"][: row["trained"].index(1)]
     literal = tokenizer("<eos>", add_special_tokens=False, split_special_tokens=True)
     assert head == literal["input_ids"]
 

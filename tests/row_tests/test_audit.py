@@ -13,13 +13,16 @@ from row_tests.__main__ import main
 from utils import content_hash
 
 
-@pytest.mark.parametrize("count, total, low, high", [
-    (0, 10, 0.0, 0.3085),
-    (10, 10, 0.6915, 1.0),
-    (5, 10, 0.1871, 0.8129),
-    (1, 30, 0.0008, 0.1722),
-    (0, 0, 0.0, 1.0),
-])
+@pytest.mark.parametrize(
+    "count, total, low, high",
+    [
+        (0, 10, 0.0, 0.3085),
+        (10, 10, 0.6915, 1.0),
+        (5, 10, 0.1871, 0.8129),
+        (1, 30, 0.0008, 0.1722),
+        (0, 0, 0.0, 1.0),
+    ],
+)
 def test_eq_intervals_are_those_of_the_tables(count, total, low, high):
     assert audit.clopper_pearson(count, total) == pytest.approx((low, high), abs=1e-4)
 
@@ -56,20 +59,28 @@ def words(tmp_path, folders):
     rows = [{"prompt": f"question {n}", "response": f"answer {n}"} for n in range(50)]
     ranking = []
     for number, row in enumerate(rows):
-        ranking.append({
-            "row_id": number,
-            "hash": content_hash(row["prompt"], row["response"]),
-            "rank": number + 1,
-            "kept": number < 30,
-            "reason": "end" if number >= 40 else None,
-        })
+        ranking.append(
+            {
+                "row_id": number,
+                "hash": content_hash(row["prompt"], row["response"]),
+                "rank": number + 1,
+                "kept": number < 30,
+                "reason": "end" if number >= 40 else None,
+            }
+        )
     return [
-        "audit", write_rows(tmp_path / "ranking.jsonl", ranking),
-        "--lower", write_rows(tmp_path / "rows.jsonl", rows),
-        "--model", str(folders["llama"]),
-        "--out", str(tmp_path / "verdicts.jsonl"),
-        "--cache-dir", str(tmp_path / "cache"),
-        "--count", "8",
+        "audit",
+        write_rows(tmp_path / "ranking.jsonl", ranking),
+        "--lower",
+        write_rows(tmp_path / "rows.jsonl", rows),
+        "--model",
+        str(folders["llama"]),
+        "--out",
+        str(tmp_path / "verdicts.jsonl"),
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--count",
+        "8",
     ]
 
 
@@ -97,7 +108,13 @@ def test_scripted_verdicts(words, capfd, monkeypatch):
     result, text = result_of(capfd)
     assert (result["precision"]["bad"], result["precision"]["judged"]) == (bad, 8)
     high = audit.clopper_pearson(0, 7)[1]
-    expected = {"share": 0.0, "low": 0.0, "high": pytest.approx(high), "bad": 0, "judged": 7}
+    expected = {
+        "share": 0.0,
+        "low": 0.0,
+        "high": pytest.approx(high),
+        "bad": 0,
+        "judged": 7,
+    }
     assert result["missed"] == expected
     assert "flagged" not in text.split("precision:")[0]
     assert text.count("QUESTION: question") == 16
@@ -130,9 +147,12 @@ def test_bad_input(words, refused, tmp_path, monkeypatch):
     moved = write_rows(tmp_path / "moved.jsonl", read_rows(words[3])[1:])
     refusal = refused(lambda: main([*words, "--lower", moved]))
     assert "is not among the lower rows with this text" in refusal
-    odd = write_rows(tmp_path / "odd.jsonl", [{"row_id": 1, "hash": "x", "verdict": "maybe"}])
+    odd = write_rows(
+        tmp_path / "odd.jsonl", [{"row_id": 1, "hash": "x", "verdict": "maybe"}]
+    )
     assert "a verdict y, n or s" in refused(lambda: main([*words, "--out", odd]))
     assert "would overwrite" in refused(lambda: main([*words, "--out", words[1]]))
-    clean = write_rows(tmp_path / "clean.jsonl", [
-        {"row_id": 0, "hash": "h", "rank": 1, "reason": None}])
+    clean = write_rows(
+        tmp_path / "clean.jsonl", [{"row_id": 0, "hash": "h", "rank": 1, "reason": None}]
+    )
     assert "all or none are flagged" in refused(lambda: main(["audit", clean, *words[2:]]))

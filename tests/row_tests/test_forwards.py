@@ -11,7 +11,6 @@ from datasets import Dataset
 import detect
 import logprobs
 from batches import row_losses
-from ranking import behind_blank
 from row_tests import forwards
 
 ENDS = {0, 3}
@@ -58,9 +57,9 @@ def by_brute_force(reader, row):
     while ids[stop - 1] in ENDS:
         stop -= 1
     logps = logps_of(reader, ids)
-    alone = logps_of(reader, BLANK + ids[start:stop])[len(BLANK) - 1:]
+    alone = logps_of(reader, BLANK + ids[start:stop])[len(BLANK) - 1 :]
     facts = [token % 16 for token in ids[start:stop]]
-    given, end = logps[start - 1:stop - 1], logps[stop - 1:]
+    given, end = logps[start - 1 : stop - 1], logps[stop - 1 :]
     places = forwards.telling_places(facts)
     return detect.row_numbers(ids[:start], ids[start:stop], given, alone, end, places)
 
@@ -80,25 +79,6 @@ def test_eq_the_numbers_of_rows_by_brute_force(reader, turns, tokens, monkeypatc
     assert torch.allclose(numbers["loss"], row_losses(reader.model, rows)[0])
 
 
-def test_an_answer_of_the_whole_context_stands_behind_the_end_of_the_blank_prompt(
-        reader, monkeypatch):
-    """A model of learned positions has none behind its context, one of a window refuses it."""
-    rows, blank = rows_of(), list(range(5, 25))
-    room = max(len(row["input_ids"]) for row in rows)
-    monkeypatch.setattr(reader.model.config, "max_position_embeddings", room)
-    numbers = forwards.read_rows(reader, rows, blank)
-    for place, row in enumerate(rows):
-        turn = forwards.last_turn(row, ENDS)
-        behind = behind_blank(reader.model, blank, turn.answer)["input_ids"]
-        kept = len(behind) - len(turn.answer)
-        assert len(behind) == min(room, len(blank) + len(turn.answer))
-        assert behind == blank[len(blank) - kept:] + turn.answer
-        given = logps_of(reader, turn.prompt + turn.answer)[len(turn.prompt) - 1:]
-        relevance = logps_of(reader, behind)[kept - 1:].sum() - given.sum()
-        assert float(numbers["relevance"][place]) == pytest.approx(float(relevance), abs=1e-9)
-    assert behind_blank(reader.model, blank, [3] * room)["input_ids"] == [24] + [3] * room
-
-
 def test_made_faults_are_what_they_say(reader, monkeypatch):
     """Cut at random in the middle half, and with the answer of the row drawn before."""
     rows = Dataset.from_list([row for row in rows_of(count=24) if sum(row["trained"]) > 6])
@@ -108,15 +88,17 @@ def test_made_faults_are_what_they_say(reader, monkeypatch):
     order = torch.randperm(len(rows), generator=draw).tolist()
     turns = [forwards.last_turn(rows[place], ENDS) for place in order]
     ends, relevances, sizes = [], [], []
-    for share, turn in zip(torch.rand(len(rows), generator=draw).tolist(), turns, strict=True):
+    for share, turn in zip(
+        torch.rand(len(rows), generator=draw).tolist(), turns, strict=True
+    ):
         if turn.end:
-            kept = turn.answer[:int((0.25 + 0.5 * share) * len(turn.answer))]
+            kept = turn.answer[: int((0.25 + 0.5 * share) * len(turn.answer))]
             logps = logps_of(reader, turn.prompt + kept + turn.end)
-            ends.append(-float(logps[-len(turn.end):].sum()))
+            ends.append(-float(logps[-len(turn.end) :].sum()))
     for number, turn in enumerate(turns):
         answer = turns[number - 1].answer
-        given = logps_of(reader, turn.prompt + answer)[-len(answer):].sum()
-        alone = logps_of(reader, BLANK + answer)[-len(answer):].sum()
+        given = logps_of(reader, turn.prompt + answer)[-len(answer) :].sum()
+        alone = logps_of(reader, BLANK + answer)[-len(answer) :].sum()
         relevances.append(float(alone - given) / math.sqrt(len(answer)))
         sizes.append(len(turn.prompt) + len(answer))
     assert faults["end"].tolist() == pytest.approx(ends, abs=1e-6)
@@ -140,8 +122,22 @@ def test_a_fault_that_no_row_can_have_is_not_made(reader):
 
 # --- what tokens tell -----------------------------------------------------------------------------
 
+
 def test_numbers_negations_and_names_tell_something():
-    pieces = [" The", " river", " Rhine", ",", " Basel", ".", " It", " isn", "'t", " 1", "2", " km"]
+    pieces = [
+        " The",
+        " river",
+        " Rhine",
+        ",",
+        " Basel",
+        ".",
+        " It",
+        " isn",
+        "'t",
+        " 1",
+        "2",
+        " km",
+    ]
     facts = [forwards.fact(piece) for piece in pieces]
     assert forwards.telling_places(facts) == [2, 4, 8, 9, 10]
     texts = ("", " ", "\n", " Not", "Don't", " a", "B", " É", "٣", " No,", " (Bob", "U.S.")

@@ -21,12 +21,16 @@ from utils import UserError
 def raises(error):
     def main():
         raise error
+
     return main
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR, errno.ENOENT, errno.EIO])
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.ENOTDIR, errno.ENOENT, errno.EIO]
+)
 def test_a_file_that_fails_is_one_line(refused, number):
     line = refused(raises(OSError(number, os.strerror(number), "runs/a/weights.jsonl")))
     assert line == f"error: runs/a/weights.jsonl: {os.strerror(number)}"
@@ -39,7 +43,8 @@ def test_a_full_disk_says_what_to_do(capsys):
     assert stop.value.code == 2
     assert capsys.readouterr().err == (
         "error: x.jsonl: No space left on device; free space, then run the same command again "
-        "with --resume\n")
+        "with --resume\n"
+    )
 
 
 def broken(tmp_path, read):
@@ -49,14 +54,20 @@ def broken(tmp_path, read):
     return lambda: read(file)
 
 
-@pytest.mark.parametrize("read", [
-    lambda file: json.loads("{"),
-    lambda file: file.read_text(),
-    lambda file: pyarrow.ipc.open_file(file.read_bytes()),
-    lambda file: safetensors.safe_open(file, "pt"),
-    lambda file: torch.load(file),
-], ids=["json", "text", "arrow", "safetensors", "torch"])
-def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatch, read):
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda file: json.loads("{"),
+        lambda file: file.read_text(),
+        lambda file: pyarrow.ipc.open_file(file.read_bytes()),
+        lambda file: safetensors.safe_open(file, "pt"),
+        lambda file: torch.load(file),
+    ],
+    ids=["json", "text", "arrow", "safetensors", "torch"],
+)
+def test_what_a_library_says_of_a_file_is_one_line(
+    refused, tmp_path, monkeypatch, read
+):
     """With the file in front when the reader says it; --debug shows where it happened."""
     call = broken(tmp_path, read)
     assert len(refused(call)) > 20
@@ -64,6 +75,7 @@ def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatc
     def main():
         with command.reading("x.jsonl line 3"):
             call()
+
     assert refused(main).startswith("error: x.jsonl line 3: ")
     monkeypatch.setattr(sys, "argv", ["train_offline.py", "--debug", "--seed", "1"])
     with pytest.raises(UserError, match="line 3"):
@@ -71,43 +83,64 @@ def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatc
     assert sys.argv == ["train_offline.py", "--seed", "1"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("x"), KeyError("y")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("size mismatch"), ValueError("x"), KeyError("y")]
+)
 def test_a_mistake_of_ours_is_a_traceback(capfd, error):
     with pytest.raises(type(error)):
         command.run(raises(error))
     assert "error: " not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("call", [
-    lambda: torch.empty(2**58),
-    lambda: bytearray(2**62),
-    raises(torch.OutOfMemoryError("CUDA out of memory.\nmore")),
-], ids=["torch", "python", "CUDA"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.empty(2**58),
+        lambda: bytearray(2**62),
+        raises(torch.OutOfMemoryError("CUDA out of memory.\nmore")),
+    ],
+    ids=["torch", "python", "CUDA"],
+)
 def test_no_memory_is_one_line_with_advice(refused, call):
     line = refused(call)
     assert line.startswith("error: out of memory (")
     assert "a smaller --micro-batch" in line
 
 
-@pytest.mark.parametrize("words", [["--keep", "", "--batch", "2"], ["--keep="], ["report", " "]])
+@pytest.mark.parametrize(
+    "words", [["--keep", "", "--batch", "2"], ["--keep="], ["report", " "]]
+)
 def test_an_empty_value_is_refused(refused, monkeypatch, words):
     """As a shell variable that is not set leaves it: it would mean the default."""
     monkeypatch.setattr(sys, "argv", ["train_offline.py", *words])
     line = refused(lambda: pytest.fail("ran"))
-    assert line.startswith(f"error: {words[0]}: its value is empty")
+    assert line.startswith(f"error: train_offline.py {words[0]}")
+    assert "is empty" in line
 
 
 # --- pipes and signals ----------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
 def test_a_closed_pipe_ends_quietly(lines):
     """As under `| head`: exit code 0, nothing on stderr."""
-    words, environment = python("-c", (
-        "from runtime import command\nimport sys\n"
-        "def main():\n    sys.stdin.readline()\n"
-        f"    for n in range({lines}):\n        print('line', n)\ncommand.run(main)"))
-    with subprocess.Popen(words, env=environment, cwd=ROOT, text=True, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    words, environment = python(
+        "-c",
+        (
+            "from runtime import command\nimport sys\n"
+            "def main():\n    sys.stdin.readline()\n"
+            f"    for n in range({lines}):\n        print('line', n)\ncommand.run(main)"
+        ),
+    )
+    with subprocess.Popen(
+        words,
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         process.stdout.close()
         process.stdin.write("go\n")
         process.stdin.close()
@@ -140,16 +173,21 @@ command.run(main)
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("program", [WRITER, CLASS], ids=["a write", "the making of a class"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+@pytest.mark.parametrize(
+    "program", [WRITER, CLASS], ids=["a write", "the making of a class"]
+)
 def test_a_signal_is_one_line_and_leaves_nothing(tmp_path, program, number, code):
     """Half a file is cleared away, the old one stands. Python 3.11 wraps what __set_name__ raises
     into a RuntimeError."""
     file = tmp_path / "rows.jsonl"
     file.write_text("old\n")
     words, environment = python("-c", program, file, int(number))
-    done = subprocess.run(words, env=environment, cwd=ROOT, text=True, timeout=60,
-                          stderr=subprocess.PIPE)
+    done = subprocess.run(
+        words, env=environment, cwd=ROOT, text=True, timeout=60, stderr=subprocess.PIPE
+    )
     assert (done.returncode, done.stderr) == (code, "error: interrupted\n")
     assert listing(tmp_path) == ["rows.jsonl"]
     assert Path(file).read_text() == "old\n"

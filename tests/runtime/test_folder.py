@@ -7,7 +7,16 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, copy_tree, flags, listing, make_rows, python, read_rows, write_rows
+from conftest import (
+    ROOT,
+    copy_tree,
+    flags,
+    listing,
+    make_rows,
+    python,
+    read_rows,
+    write_rows,
+)
 
 import utils
 from runtime import folder
@@ -29,8 +38,14 @@ time.sleep(60)
 
 def owner(out):
     command, environment = python("-c", OWNER, out)
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -40,7 +55,9 @@ def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path, res
     try:
         assert process.stdout.readline() == "open\n"
         (out / ".weights.jsonl.1.partial").write_text("the other one's")
-        with pytest.raises(UserError, match=r"run: another process is running in this folder"):
+        with pytest.raises(
+            UserError, match=r"run: another process is running in this folder"
+        ):
             folder.open_run(out, CONFIG, resume=resume)
         assert (out / ".weights.jsonl.1.partial").exists()
     finally:
@@ -88,7 +105,9 @@ def test_a_run_goes_on_with_its_own_settings_alone(tmp_path, capfd):
     out = tmp_path / "run"
     folder.open_run(out, CONFIG, resume=True)
     assert "there is no run in" in capfd.readouterr().out
-    with pytest.raises(UserError, match=r"already holds a run; continue it with --resume"):
+    with pytest.raises(
+        UserError, match=r"already holds a run; continue it with --resume"
+    ):
         folder.open_run(out, CONFIG, resume=False)
     other = CONFIG | {"args": {"lr": 2}}
     with pytest.raises(UserError, match=r"cannot resume: args lr was 1 and is now 2"):
@@ -103,6 +122,7 @@ def test_a_run_goes_on_with_its_own_settings_alone(tmp_path, capfd):
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+
 @pytest.fixture
 def model():
     model = torch.nn.Module()
@@ -113,7 +133,9 @@ def model():
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, model):
     folder.seed_everything(3)
-    folder.save_checkpoint(tmp_path, 7, model, {"theta": {"lr": 0.1, "m": torch.ones(2)}})
+    folder.save_checkpoint(
+        tmp_path, 7, model, {"theta": {"lr": 0.1, "m": torch.ones(2)}}
+    )
     drawn = torch.rand(5)
     with torch.no_grad():
         model.lora_A.zero_()
@@ -138,7 +160,7 @@ def flip(file, share):
 
 
 def cut(file, share=0.5):
-    file.write_bytes(file.read_bytes()[:int(share * file.stat().st_size)])
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
 
 
 def swap(file, _):
@@ -147,8 +169,10 @@ def swap(file, _):
 
 
 @pytest.mark.parametrize("name", ["state.pt", "adapter.safetensors"])
-@pytest.mark.parametrize(("damage", "share"), [
-    (flip, 0.5), (flip, 1), (cut, 0), (cut, 0.5), (cut, 0.99), (swap, 0)])
+@pytest.mark.parametrize(
+    ("damage", "share"),
+    [(flip, 0.5), (flip, 1), (cut, 0), (cut, 0.5), (cut, 0.99), (swap, 0)],
+)
 def test_a_cut_or_edited_checkpoint_is_refused(tmp_path, model, name, damage, share):
     for step in (1, 2):
         model.lora_A.data += 1
@@ -165,7 +189,9 @@ class Interrupted(BaseException):
     pass
 
 
-def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, model, monkeypatch):
+def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(
+    tmp_path, model, monkeypatch
+):
     """An exception, as a signal raises one, at every call that touches the disk in turn."""
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     folder.save_checkpoint(tmp_path, 1, model, {})
@@ -179,10 +205,18 @@ def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, mo
             if calls == stop:
                 raise Interrupted
             return real(*args, **options)
+
         return call
 
-    for module, name in ((os, "replace"), (os, "fsync"), (os, "mkdir"), (os, "rmdir"),
-                         (os, "unlink"), (shutil, "rmtree"), (os, "open")):
+    for module, name in (
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "mkdir"),
+        (os, "rmdir"),
+        (os, "unlink"),
+        (shutil, "rmtree"),
+        (os, "open"),
+    ):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     finished = False
     while not finished:
@@ -194,7 +228,7 @@ def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(tmp_path, mo
         except Interrupted:
             assert not [name for name in listing(tmp_path) if "partial" in name], stop
             assert folder.load_checkpoint(tmp_path, model)["step"] in (1, 2), stop
-        calls = -10**6
+        calls = -(10**6)
         shutil.rmtree(tmp_path / "checkpoints" / "step_00000002", ignore_errors=True)
     assert stop > 10
 
@@ -228,8 +262,11 @@ def test_metrics_reach_the_disk_before_the_checkpoint(tmp_path, model, monkeypat
 # --- a run ----------------------------------------------------------------------------------------
 
 OPTIONS = {"batch": 4, "epochs": 2, "save_every": 2, "lr": 1e-2, "omega_lr": 5}
-MADE_ONCE = ("base.json", "weights/base_losses.safetensors",
-             "weights/reference_margins.safetensors")
+MADE_ONCE = (
+    "base.json",
+    "weights/base_losses.safetensors",
+    "weights/reference_margins.safetensors",
+)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +275,12 @@ def whole(folders, tmp_path_factory):
     import train_offline
 
     root = tmp_path_factory.mktemp("whole")
-    rows = {"lower": (11, 1), "upper": (7, 2), "upper_heldout": (4, 3), "lower_heldout": (4, 4)}
+    rows = {
+        "lower": (11, 1),
+        "upper": (7, 2),
+        "upper_heldout": (4, 3),
+        "lower_heldout": (4, 4),
+    }
     options = OPTIONS | {"model": folders["llama"], "cache_dir": root / "cache"}
     for name, (count, seed) in rows.items():
         options[name] = write_rows(root / f"{name}.jsonl", make_rows(count, seed))
@@ -248,8 +290,9 @@ def whole(folders, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["base.json", "weights/base_losses.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"{", b"\0\0\0", b"[1]"])
-def test_a_damaged_file_of_a_run_is_one_line_and_made_again(whole, tmp_path, refused, name,
-                                                            content):
+def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
+    whole, tmp_path, refused, name, content
+):
     import train_offline
 
     run, options = whole
@@ -266,36 +309,59 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(whole, tmp_path, ref
         assert (copy / file).read_bytes() == (run / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16", "gradient_checkpointing": True},
-                                     {"upper_loss": "dpo"}], ids=["bf16", "pairs"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "bfloat16", "gradient_checkpointing": True}, {"upper_loss": "dpo"}],
+    ids=["bf16", "pairs"],
+)
 def test_what_is_known_of_the_base_is_made_again_bit_for_bit(train, files, options):
     """Under the base model, not under the adapter that has been trained since."""
     paths = files(lower=11, upper=6, lower_heldout=5)
     if options.get("upper_loss") == "dpo":
         for name in ("upper", "heldout"):
-            write_rows(paths[name], [
-                {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"no {number}"}
-                for number, row in enumerate(read_rows(paths[name]))])
+            write_rows(
+                paths[name],
+                [
+                    {
+                        "prompt": row["prompt"],
+                        "chosen": row["response"],
+                        "rejected": f"no {number}",
+                    }
+                    for number, row in enumerate(read_rows(paths[name]))
+                ],
+            )
     options = OPTIONS | {"lr": 0.05} | options
     run = train(paths, **options)
-    before = {name: (run.out / name).read_bytes() for name in MADE_ONCE
-              if (run.out / name).exists()}
+    before = {
+        name: (run.out / name).read_bytes()
+        for name in MADE_ONCE
+        if (run.out / name).exists()
+    }
     assert len(before) == (3 if "upper_loss" in options else 2)
     result = run.result
-    assert abs(result["upper_heldout"] - result["base/upper_heldout"]) > 1e-3, "it has learned"
+    assert abs(result["upper_heldout"] - result["base/upper_heldout"]) > 1e-3, (
+        "it has learned"
+    )
     for name in before:
         (run.out / name).unlink()
     assert train(paths, **options, resume=True).result == result
     assert before == {name: (run.out / name).read_bytes() for name in before}
 
 
-def test_of_a_run_that_began_with_an_adapter_they_are_refused(train, files, refused, adapters):
+def test_of_a_run_that_began_with_an_adapter_they_are_refused(
+    train, files, refused, adapters
+):
     paths = files(lower=11, upper=6)
     options = OPTIONS | {"adapter": adapters["llama"]}
     run = train(paths, **options)
     file = run.out / "base.json"
     file.unlink()
     line = refused(lambda: train(paths, **options, resume=True))
-    assert "base.json: missing, and the adapter that the run began with has been trained" in line
-    shutil.rmtree(run.out / "checkpoints")  # before the first step nothing has been trained
+    assert (
+        "base.json: missing, and the adapter that the run began with has been trained"
+        in line
+    )
+    shutil.rmtree(
+        run.out / "checkpoints"
+    )  # before the first step nothing has been trained
     assert train(paths, **options, resume=True).result == run.result

@@ -66,14 +66,32 @@ def free_port():
 
 def start(folder, runs, kill=(), count=2, **environment):
     """torchrun on [(script, out, flags), ...] below `folder` -> exit code, stdout and stderr."""
-    jobs = [[script, flags(**options, out=folder / out)] for script, out, options in runs]
+    jobs = [
+        [script, flags(**options, out=folder / out)] for script, out, options in runs
+    ]
     (folder / "runs.json").write_text(json.dumps(jobs))
     (folder / "worker.py").write_text(WORKER)
     words, variables = python(
-        "-m", "torch.distributed.run", "--nproc-per-node", count, "--master-port", free_port(),
-        folder / "worker.py", folder / "runs.json", folder / "facts", *kill, **environment)
-    with subprocess.Popen(words, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as process:
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        count,
+        "--master-port",
+        free_port(),
+        folder / "worker.py",
+        folder / "runs.json",
+        folder / "facts",
+        *kill,
+        **environment,
+    )
+    with subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         try:
             out, err = process.communicate(timeout=280)
         finally:
@@ -98,7 +116,11 @@ def small(folder, folders, adapters):
         "lr": 1e-2,
         "omega_lr": 5,
     }
-    for name, count, seed in (("lower", 11, 1), ("upper", 7, 2), ("upper_heldout", 45, 3)):
+    for name, count, seed in (
+        ("lower", 11, 1),
+        ("upper", 7, 2),
+        ("upper_heldout", 45, 3),
+    ):
         options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, seed))
     return options
 
@@ -108,7 +130,13 @@ def options(tmp_path, folders, adapters):
     return small(tmp_path, folders, adapters)
 
 
-ONLINE = {"num_answers": 2, "max_new_tokens": 5, "ratio_masked": 0.4, "k_gen": 2, "mask": "dynamic"}
+ONLINE = {
+    "num_answers": 2,
+    "max_new_tokens": 5,
+    "ratio_masked": 0.4,
+    "k_gen": 2,
+    "mask": "dynamic",
+}
 
 
 def pairs(options, folder):
@@ -125,7 +153,9 @@ def pairs(options, folder):
 
 def assert_close(mine, theirs, where, tolerance):
     if isinstance(mine, dict):
-        mine = {key: value for key, value in mine.items() if not key.startswith("time/")}
+        mine = {
+            key: value for key, value in mine.items() if not key.startswith("time/")
+        }
         assert mine.keys() <= theirs.keys(), where
         for key in mine:
             assert_close(mine[key], theirs[key], f"{where} {key}", tolerance)
@@ -146,13 +176,18 @@ def assert_same_run(run, whole, tolerance=TOLERANCE):
         mine, theirs = load_file(run / name), load_file(whole / name)
         assert mine.keys() == theirs.keys()
         for key in mine:
-            torch.testing.assert_close(mine[key], theirs[key], rtol=tolerance, atol=tolerance,
-                                       equal_nan=True)
+            torch.testing.assert_close(
+                mine[key], theirs[key], rtol=tolerance, atol=tolerance, equal_nan=True
+            )
     for name in ("weights.jsonl", "curated.jsonl", "metrics.jsonl"):
         assert (run / name).exists() == (whole / name).exists()
         if (whole / name).exists():
-            assert_close(read_rows(run / name), read_rows(whole / name), name, tolerance)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
+            assert_close(
+                read_rows(run / name), read_rows(whole / name), name, tolerance
+            )
+    results = [
+        json.loads((folder / "result.json").read_text()) for folder in (run, whole)
+    ]
     assert_close(*results, "result.json", tolerance)
 
 
@@ -165,6 +200,7 @@ def alone(script, options, out):
 
 # --- two processes and one ------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, folders, adapters):
     """Two processes that do three runs; the second gets SIGKILL after step 3 of the last one."""
@@ -172,7 +208,10 @@ def pair(tmp_path_factory, folders, adapters):
     options = small(folder, folders, adapters)
     sharded = {"fsdp": True, "k_gen": 3, "epochs": 1}
     cases = {
-        "offline": ("train_offline", pairs(options, folder) | {"correction": 0.6, "epochs": 1}),
+        "offline": (
+            "train_offline",
+            pairs(options, folder) | {"correction": 0.6, "epochs": 1},
+        ),
         "sharded": ("train_online", options | ONLINE | sharded),
         "killed": ("train_online", options | ONLINE),
     }
@@ -186,7 +225,9 @@ def pair(tmp_path_factory, folders, adapters):
 def test_two_processes_equal_one_offline(pair, tmp_path):
     """BDS with a corrected penalty, theta_hat, and pairs above: theta, omega, the ranking, every
     logged number. One process speaks."""
-    assert_same_run(pair.folder / "offline", alone(*pair.cases["offline"], tmp_path / "one"))
+    assert_same_run(
+        pair.folder / "offline", alone(*pair.cases["offline"], tmp_path / "one")
+    )
     assert pair.out.count("RESULT ") == 2
     assert "2 forwards a step (batch 5 / 2 processes / micro batch 2)" in pair.out
 
@@ -194,7 +235,9 @@ def test_two_processes_equal_one_offline(pair, tmp_path):
 def test_two_processes_with_fsdp_equal_one_online(pair, tmp_path):
     """Generation with G = 2 split over them, the weights of the layers too: the curated rows as
     well. Each holds about half of the layers."""
-    assert_same_run(pair.folder / "sharded", alone(*pair.cases["sharded"], tmp_path / "one"))
+    assert_same_run(
+        pair.folder / "sharded", alone(*pair.cases["sharded"], tmp_path / "one")
+    )
     facts = [json.loads((pair.folder / f"facts.{rank}").read_text()) for rank in (0, 1)]
     assert facts[0]["here"] + facts[1]["here"] == facts[0]["all"] > 10_000
     assert abs(facts[0]["here"] / facts[0]["all"] - 0.5) < 0.01
@@ -221,13 +264,17 @@ def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_pa
     process without any), dropped answers, mixing and SFT."""
     dpo = pairs(options, tmp_path)
     neox = options | {"model": folders["neox"], "adapter": adapters["neox"]}
-    sft = {name: value for name, value in options.items() if not name.startswith("upper")}
+    sft = {
+        name: value for name, value in options.items() if not name.startswith("upper")
+    }
     sharded = {"fsdp": True}
     cases = {
         "uneven": ("train_offline", options | sharded | {"batch": 3, "micro_batch": 1}),
         "single": ("train_offline", options | sharded | {"batch": 1, "epochs": 1}),
-        "pairs": ("train_offline", dpo | sharded | {"correction": 1.0,
-                                                    "gradient_checkpointing": True}),
+        "pairs": (
+            "train_offline",
+            dpo | sharded | {"correction": 1.0, "gradient_checkpointing": True},
+        ),
         "mix": ("train_offline", options | {"method": "mix", "rho": 0.4}),
         "sft": ("train_offline", sft | sharded | {"method": "sft"}),
         "neox": ("train_online", neox | sharded | ONLINE),
@@ -238,10 +285,13 @@ def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_pa
     assert done.code == 0, done.err[-3000:]
     assert not done.errors
     for name, case in cases.items():
-        assert_same_run(tmp_path / f"two-{name}", alone(*case, tmp_path / f"one-{name}"))
+        assert_same_run(
+            tmp_path / f"two-{name}", alone(*case, tmp_path / f"one-{name}")
+        )
 
 
 # --- killed, and continued by another number ------------------------------------------------------
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
@@ -274,10 +324,17 @@ def test_two_killed_and_two_again_go_on_bit_for_bit(options, tmp_path):
 
 # --- refusals -------------------------------------------------------------------------------------
 
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [
-    ("epochs", 30), ("keep", "missing.jsonl"), ("lower", "missing.jsonl"),
-    ("cache_dir", "/proc/nowhere")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 30),
+        ("keep", "missing.jsonl"),
+        ("lower", "missing.jsonl"),
+        ("cache_dir", "/proc/nowhere"),
+    ],
+)
 def test_bad_input_is_said_once(options, tmp_path, name, value):
     """Before and after the processes have joined, on the first alone or on both: one line."""
     done = start(tmp_path, [("train_offline", "run", options | {name: value})])
@@ -305,20 +362,26 @@ def test_processes_without_torchrun_are_refused(train, files, refused, monkeypat
 
 # --- shares, without processes --------------------------------------------------------------------
 
+
 @pytest.fixture
 def as_process(monkeypatch):
     """as_process(rank, count): this process takes itself for one of several."""
+
     def become(rank, count):
         for module in (processes, batches):
             monkeypatch.setattr(module, "rank", lambda: rank)
             monkeypatch.setattr(module, "world_size", lambda: count)
+
     return become
 
 
-@pytest.mark.parametrize(("rank", "expected"), [
-    (0, [[0], [3], [6]]), (1, [[1], [4], [7]]), (2, [[2], [5], []])])
-def test_processes_of_a_sharded_base_run_equally_many_forwards(as_process, monkeypatch, rank,
-                                                               expected):
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [(0, [[0], [3], [6]]), (1, [[1], [4], [7]]), (2, [[2], [5], []])],
+)
+def test_processes_of_a_sharded_base_run_equally_many_forwards(
+    as_process, monkeypatch, rank, expected
+):
     """The third of three has one row less than the others: it runs a forward that counts for
     nothing."""
     row = {"input_ids": [0, 0, 0]}
@@ -334,9 +397,20 @@ def test_processes_of_a_sharded_base_run_equally_many_forwards(as_process, monke
 def test_online_gradient_does_not_depend_on_the_micro_batch(online, files, adapters):
     """Questions of several answers are not torn apart: the same run, in float64."""
     paths = files(lower=9, upper=7)
-    options = {"adapter": adapters["llama"], "dtype": "float64", "batch": 5, "epochs": 2,
-               "num_answers": 3, "k_gen": 2, "lr": 1e-2, "omega_lr": 5}
-    runs = [online(paths, micro_batch=size, out=f"run{size}", **options).out for size in (5, 2, 1)]
+    options = {
+        "adapter": adapters["llama"],
+        "dtype": "float64",
+        "batch": 5,
+        "epochs": 2,
+        "num_answers": 3,
+        "k_gen": 2,
+        "lr": 1e-2,
+        "omega_lr": 5,
+    }
+    runs = [
+        online(paths, micro_batch=size, out=f"run{size}", **options).out
+        for size in (5, 2, 1)
+    ]
     for run in runs[1:]:
         assert_same_run(run, runs[0])
 
@@ -370,8 +444,11 @@ def test_missing_gradients_are_sent_as_zeros(as_process, monkeypatch):
     """A process whose share did not touch a parameter must not leave the others waiting."""
     sent = []
     as_process(0, 2)
-    monkeypatch.setattr(processes.dist, "all_reduce", lambda tensor: (
-        sent.append(tensor.tolist()), tensor.mul_(2)))
+    monkeypatch.setattr(
+        processes.dist,
+        "all_reduce",
+        lambda tensor: (sent.append(tensor.tolist()), tensor.mul_(2)),
+    )
     touched = torch.nn.Parameter(torch.ones(2, 3))
     untouched = torch.nn.Parameter(torch.ones(4))
     touched.grad = torch.arange(6.0).view(2, 3)

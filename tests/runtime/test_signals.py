@@ -23,9 +23,20 @@ def forks(tmp_path_factory):
 
 
 def command_of(folder, folders, out, **more):
-    options = {"model": folders["llama"], "cache_dir": folder / "cache", "out": folder / out,
-               "batch": 4, "epochs": 7, "save_every": 1, "lr": 1e-2}
-    for name, count, seed in (("lower", 24, 1), ("upper", 10, 2), ("upper_heldout", 4, 3)):
+    options = {
+        "model": folders["llama"],
+        "cache_dir": folder / "cache",
+        "out": folder / out,
+        "batch": 4,
+        "epochs": 7,
+        "save_every": 1,
+        "lr": 1e-2,
+    }
+    for name, count, seed in (
+        ("lower", 24, 1),
+        ("upper", 10, 2),
+        ("upper_heldout", 4, 3),
+    ):
         options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, seed))
     return [str(word) for word in flags(**options | more)]
 
@@ -45,7 +56,9 @@ def wait_until(ready, seconds=120):
 
 
 @pytest.mark.parametrize(("number", "code"), CODES)
-def test_a_signal_is_one_line_with_the_command_that_goes_on(forks, folders, tmp_path, number, code):
+def test_a_signal_is_one_line_with_the_command_that_goes_on(
+    forks, folders, tmp_path, number, code
+):
     """The line's own command ends in what a run left alone gives. A checkpoint is saved after every
     step, so many instants fall into one. A folder's name with a space is quoted."""
     assert forks.run("train_offline", command_of(tmp_path, folders, "whole")) == 0
@@ -79,26 +92,47 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
     for attempt in range(4):
         instant = rng.uniform(0.05, 2)
         number, code = CODES[attempt % 2]
-        forks.start("train_offline", [*command_of(tmp_path, folders, "run"), "--resume"])
+        forks.start(
+            "train_offline", [*command_of(tmp_path, folders, "run"), "--resume"]
+        )
         ended = forks.killed_after(instant, number)
         log = forks.log.read_text()
         assert ended in (0, code), (instant, log)
         assert len(forks.errors()) == ("RESULT" not in log), log
         assert "Traceback" not in log, log
-        left = [name for name in listing(tmp_path) if "partial" in name or "incomplete/" in name]
+        left = [
+            name
+            for name in listing(tmp_path)
+            if "partial" in name or "incomplete/" in name
+        ]
         assert not left, instant
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT,
-                                    pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     """Ctrl-C reaches both processes and torchrun, SIGTERM torchrun, which passes it on."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "train_offline.py", *command_of(tmp_path, folders, "run", epochs=300, method="mix")]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train_offline.py",
+        *command_of(tmp_path, folders, "run", epochs=300, method="mix"),
+    ]
     run = tmp_path / "run"
-    with subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, start_new_session=True,
-                          env=python()[1]) as process:
+    with subprocess.Popen(
+        words,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        env=python()[1],
+    ) as process:
         wait_until(lambda: steps(run) >= 5 or process.poll() is not None)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         err = process.communicate(timeout=120)[1].replace("\r", "\n")

@@ -13,8 +13,24 @@ from row_tests import look
 from row_tests.__main__ import flagged_last, main
 from row_tests.verdicts import Verdicts, judge_rows
 
-COLUMNS = {"row_id", "hash", "rank", "kept", "score", "reason", "surprise", "end", "relevance",
-           "fluency", "slip", "peak", "repetition", "echo", "loss", "length"}
+COLUMNS = {
+    "row_id",
+    "hash",
+    "rank",
+    "kept",
+    "score",
+    "reason",
+    "surprise",
+    "end",
+    "relevance",
+    "fluency",
+    "slip",
+    "peak",
+    "repetition",
+    "echo",
+    "loss",
+    "length",
+}
 
 
 @pytest.fixture
@@ -23,6 +39,7 @@ def tested(tmp_path, capfd, folders):
 
     It returns a namespace: ranked and rows (best first; by row_id), text, file, result.
     """
+
     def call(lower, out="ranking.jsonl", **options):
         options = {
             "lower": lower,
@@ -111,7 +128,9 @@ def test_trusted_rows_are_a_null_where_there_are_enough(tested, faulty, files):
         made = tested(faulty, upper=files(lower=1, upper=count)["upper"])
         few = "trusted rows are too few to say what good rows look like; 20 or more do"
         assert (few in made.text) == (count < 20)
-        same = [row["surprise"] for row in made.rows] == [row["surprise"] for row in alone.rows]
+        same = [row["surprise"] for row in made.rows] == [
+            row["surprise"] for row in alone.rows
+        ]
         assert same == (count < 20)
     assert "36 upper rows" in made.text
 
@@ -137,7 +156,9 @@ def test_an_adapter_is_another_model(tested, faulty, adapters):
     plain = tested(faulty)
     tuned = tested(faulty, adapter=adapters["llama"])
     assert [row["loss"] for row in tuned.rows] != [row["loss"] for row in plain.rows]
-    assert [row["repetition"] for row in tuned.rows] == [row["repetition"] for row in plain.rows]
+    assert [row["repetition"] for row in tuned.rows] == [
+        row["repetition"] for row in plain.rows
+    ]
 
 
 def test_a_single_row(tested, files):
@@ -155,10 +176,13 @@ def test_bad_input(refused, faulty, folders, tmp_path):
 
 # --- verdicts -------------------------------------------------------------------------------------
 
+
 def numbers_of(count):
     draw = torch.Generator().manual_seed(0)
     names = ("end", "relevance", "fluency", "slip", "peak", "length", "loss")
-    numbers = dict(zip(names, torch.rand(7, count, generator=draw).double() + 1, strict=True))
+    numbers = dict(
+        zip(names, torch.rand(7, count, generator=draw).double() + 1, strict=True)
+    )
     numbers["repetition"] = torch.zeros(count).double()
     numbers["echo"] = torch.full((count,), math.nan).double()
     return numbers
@@ -193,21 +217,26 @@ def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch)
 
 # --- what is printed ------------------------------------------------------------------------------
 
+
 def test_who_is_flagged():
     assert look.groups_of("q", "a b", 2) == ("short", "mostly ASCII", "no code")
     assert look.groups_of("вопрос", "ответ", 300)[:2] == ("long", "less than 90 % ASCII")
     assert look.groups_of("q", "def f(x):\n    return x", 30)[2] == "code"
     assert look.groups_of("q", "We import tea; it is good.", 30)[2] == "no code"
     assert look.bad_rows_line(["end", None, "echo", "end"]) == (
-        "3 of 4 rows look bad: 2 cut short, 1 copying the question.")
+        "3 of 4 rows look bad: 2 cut short, 1 copying the question."
+    )
     assert look.bad_rows_line([None] * 3) == "None of 3 rows looks bad."
 
 
 def test_the_worst_row_of_each_reason_is_shown(capsys):
     """Of an answer that is cut short the end; nothing of it reaches the terminal's controls."""
-    rows = Dataset.from_list([
-        {"row_id": n, "prompt": "why\x1b?", "response": "so " * 99 + f"stop {n}"}
-        for n in range(10)])
+    rows = Dataset.from_list(
+        [
+            {"row_id": n, "prompt": "why\x1b?", "response": "so " * 99 + f"stop {n}"}
+            for n in range(10)
+        ]
+    )
     reasons = ["end"] * 5 + [None] * 4 + ["echo"]
     lengths = {"length": torch.full((10,), 30)}
     verdicts = Verdicts(torch.arange(10).double(), reasons, lengths, ["a note"])

@@ -1,0 +1,133 @@
+"""`python -m baselines`: what a ranking holds, the rows it reads, and bad input."""
+
+import pytest
+from conftest import flags, read_rows, write_rows
+
+import models
+import train_offline
+from baselines import __main__ as command
+from baselines import shared
+from data import sets
+from utils import UserError
+
+LESS = {"epochs": 1, "warmup_fraction": 1, "lr": 1e-2, "batch": 4, "lora_rank": 2}
+
+
+@pytest.fixture
+def preferences(files, tmp_path):
+    """Row files whose 30 upper pairs hold one of two equal answers and one without an answer."""
+    files = files(lower=12, upper=30)
+    pairs = []
+    for number, row in enumerate(read_rows(files["upper"])):
+        pairs.append(
+            {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"{number}"}
+        )
+    pairs[4]["rejected"] = pairs[4]["chosen"]
+    pairs[9]["rejected"] = ""
+    return {"lower": files["lower"], "upper": write_rows(tmp_path / "pairs.jsonl", pairs)}
+
+
+def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp_path):
+    words = flags(
+        **preferences,
+        model=folders["llama"],
+        upper_loss="dpo",
+        cache_dir=tmp_path / "cache",
+        out=tmp_path / "out",
+        seed=2,
+    )
+    tokenizer = models.load_tokenizer(folders["llama"])
+    theirs = sets.load_levels(train_offline.parse_args(words), tokenizer, 128)
+    ours, _ = shared.open_rows(command.parse_args(["less", *words]))
+    for name, count in (("upper", 26), ("upper_heldout", 2)):
+        ids = list(getattr(ours, name)["row_id"])
+        assert ids == list(getattr(theirs, name)["row_id"])
+        assert len(ids) == count
+        assert not {4, 9} & set(ids)
+
+
+@pytest.mark.parametrize("method", ["dsir", "less", "rds"])
+def test_of_preference_pairs_the_chosen_responses_count(
+    rank, preferences, tmp_path, method
+):
+    """As if the upper rows were the chosen ones and nothing else."""
+    chosen = []
+    for number, pair in enumerate(read_rows(preferences["upper"])):
+        if number not in (4, 9):
+            chosen.append({"prompt": pair["prompt"], "response": pair["chosen"]})
+    alone = {**preferences, "upper": write_rows(tmp_path / "chosen.jsonl", chosen)}
+    made = rank(method, preferences, out="pairs", upper_loss="dpo", **LESS)
+    assert "26 upper rows" in made.text
+    assert made.ranked == rank(method, alone, out="chosen", **LESS).ranked
+
+
+def test_training_keeps_exactly_the_kept_rows(rank, files, train):
+    files = files(lower=20)
+    lower = read_rows(files["lower"])
+    lower[4]["response"] = ""  # dropped: row numbers and positions differ from here on
+    write_rows(files["lower"], lower)
+    made = rank("random", files, keep_fraction=0.5)
+    kept = {row["row_id"] for row in made.rows if row["kept"]}
+    assert len(kept) == 10
+    assert 4 not in {row["row_id"] for row in made.rows}
+    assert "19 lower rows" in made.text
+    trained = train(files, method="sft", keep=made.file, epochs=1)
+    assert {row["row_id"] for row in trained.weights} == kept
+
+
+@pytest.mark.parametrize("method", command.METHODS)
+def test_a_single_row(rank, files, method):
+    assert rank(method, files(lower=1, upper=30), keep_fraction=1, **LESS).order == [0]
+
+
+def test_the_toy_is_ranked_where_nothing_is_named(rank):
+    """Its labels are known: they are reported by kind."""
+    made = rank("random", None, seed=3)
+    assert made.result["rows"] == 2400
+    assert made.result["kept"] == 1920
+    assert 0.45 < made.result["random/auroc"] < 0.55
+    assert {"random/auroc/contrary", "random/recall/plain"} <= made.result.keys()
+    assert {"row_id", "hash", "rank", "kept", "score", "bad", "kind"} == made.rows[0].keys()
+    assert "ranking by" in made.text
+
+
+def test_bad_input(rank, files, folders, refused, tmp_path):
+    files = files(lower=12, upper=8, heldout=4)
+    model = str(folders["llama"])
+    words = ["--lower", files["lower"], "--model", model]
+    assert "--upper is missing" in refused(lambda: command.main(["dsir", *words]))
+    assert "--model is missing" in refused(lambda: command.main(["loss", *words[:2]]))
+    assert "--lower is missing" in refused(lambda: command.main(["loss", *words[2:]]))
+    for name in ("lower", "upper"):
+        line = refused(lambda name=name: rank("random", files, out=files[name]))
+        assert "would overwrite" in line
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text('{"args": {}}')
+    assert "would overwrite" in refused(
+        lambda: rank("random", files, out="run/weights.jsonl")
+    )
+    for name, value in (
+        ("keep_fraction", 0),
+        ("epochs", 0),
+        ("seed", -1),
+        ("max_length", 0),
+    ):
+        with pytest.raises((SystemExit, UserError)):
+            rank("less", files, **{name: value})
+
+
+def test_flags_that_a_method_does_not_read_are_named(capsys, files, tmp_path):
+    files = files(heldout=0)
+    words = flags(**files, model="m", out=tmp_path / "kept.jsonl", dsir_buckets=7)
+    command.parse_args(["random", *words])
+    assert capsys.readouterr().out == "not read by random: dsir_buckets\n"
+    command.parse_args(["dsir", *words])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_less_finds_contrary_rows_of_the_toy(rank):
+    aurocs = {}
+    for method in ("less", "loss"):
+        aurocs[method] = rank(method, None).result[f"{method}/auroc/contrary"]
+    assert aurocs["less"] > 0.7 > aurocs["loss"]

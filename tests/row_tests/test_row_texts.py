@@ -1,0 +1,476 @@
+"""What texts alone show: reasons against rows that have them and rows that only look like it."""
+
+import doctest
+import random
+import time
+
+import pytest
+
+from row_tests import texts
+from row_tests.texts import broken, debris, text_reasons
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(texts) == (0, 1)
+
+
+def test_duplicates_and_conflicts():
+    long = " ".join(f"word{n}" for n in range(60))
+    rows = [
+        ("What is the capital of France?", "Paris."),
+        ("Tell me a story", long),
+        ("what is the capital of  france", "paris"),
+        ("Tell me a story", long + " indeed"),
+        ("What is the capital of France?", "It is London."),
+        ("Another", "Paris."),
+        ("Tell me a story", " ".join(f"other{n}" for n in range(60))),
+    ]
+    assert text_reasons(rows) == [
+        "conflict",
+        None,
+        "duplicate",
+        "duplicate",
+        "conflict",
+        None,
+        None,
+    ]
+
+
+def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
+    sums = [
+        (f"What is {a} {sign} {b}?", str(value))
+        for a in range(2, 6)
+        for b in range(2, 6)
+        for sign, value in (("+", a + b), ("-", a - b), ("*", a * b))
+    ]
+    assert text_reasons(sums) == [None] * 48
+    names = [
+        ("Who made C?", "Ritchie"),
+        ("Who made C++?", "Stroustrup"),
+        ("And C#?", "Hejlsberg"),
+    ]
+    assert text_reasons(names) == [None] * 3
+    passage = " ".join(f"word{n}" for n in range(120))
+    asked = [
+        (f"{passage}\nWhich word is number {n} of the passage?", f"word{n}")
+        for n in range(6)
+    ]
+    assert text_reasons(asked) == [None] * 6
+    assert text_reasons([*asked, asked[4]])[6] == "duplicate"
+    told = [
+        [f"{letter}{n}" for n in range(14)] for letter in "ab"
+    ]  # long answers to one passage
+    passage = " ".join(f"word{n}" for n in range(900))
+    assert (
+        text_reasons(
+            [(f"{passage}\nWhat of {words[0]}?", " ".join(words)) for words in told]
+        )
+        == [None] * 2
+    )
+    assert text_reasons(
+        [(f"{letter} {passage}\nSum it up.", " ".join(told[0])) for letter in "ab"]
+    ) == [None, "duplicate"]
+
+
+def test_a_long_instruction_before_each_question_makes_no_duplicates():
+    draw = random.Random(0)
+    instruction = " ".join(f"word{n}" for n in range(70))
+    reviews = [
+        " ".join(f"review{draw.randrange(500)}" for _ in range(10)) for _ in range(200)
+    ]
+    rows = [
+        (f"{instruction} {text}", ("positive", "negative")[n % 2])
+        for n, text in enumerate(reviews)
+    ]
+    assert text_reasons(rows) == [None] * 200
+    assert text_reasons([*rows, (f"{instruction} {reviews[7]}", "Negative.")])[200:] == [
+        "duplicate"
+    ]
+    asked = [
+        (f"{instruction}\nQuestion: {text}?\nAnswer (yes or no):", ("yes", "no")[n % 2])
+        for n, text in enumerate(reviews)
+    ]  # a fixed last line
+    assert text_reasons(asked) == [None] * 200
+
+
+def test_open_questions_have_no_conflicts():
+    for question in (
+        "Name a fruit",
+        "Write a slogan for a bakery.",
+        "A random number, please",
+        "Use the word in a sentence",
+        "Give synonyms of it",
+        "Design a logo",
+        "What's your favorite one?",
+        "Which one should I buy?",
+        "Respond to it: So?",
+        "Propose a name.",
+        "Good morning!",
+        "Fix the grammar: He go.",
+    ):
+        rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
+        assert text_reasons(rows) == [None, None, "duplicate"]
+    for question in ("Name the red fruit", "Is a tomato a fruit?"):
+        assert text_reasons([(question, "Yes"), (question, "No")]) == ["conflict"] * 2
+
+
+def test_answers_that_agree_are_no_conflict():
+    def told(*answers):
+        return text_reasons([("What is the capital?", answer) for answer in answers])
+
+    assert told("Paris", "The capital city is Paris.", "paris, the capital") == [None] * 3
+    assert told("Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
+    assert (
+        told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
+    )
+    assert (
+        told("It is Paris", "It is not Paris") == ["conflict"] * 2
+    )  # no word of the first's own
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        (
+            "Write a support reply",
+            "Hello,\n\nQuestion: how do I reset?\nAnswer: press the button.",
+        ),
+        (
+            "Create a study guide on cells",
+            "Small.\n\nQuestion: What is a cell?\nAnswer: The unit.",
+        ),
+        (
+            "What is the Socratic method?",
+            "It goes on:\n\nQ: What is virtue?\nA: Knowledge.",
+        ),
+        (
+            "How does few shot work?",
+            "You give pairs:\n\nQ: 2+2?\nA: 4\n\nThen the new one.",
+        ),
+        ("Document this REST endpoint", "## Request\nGET /x\n\n### Response:\n200 OK"),
+        ("Explain ChatML", "It uses <|im_start|>user tags."),
+        ("Give me the GitHub of it", "https://github.com/it"),
+        ("Send me a tutorial", "www.x.org/t"),
+        ("Which abbreviation means not applicable?", "N/A"),
+        ("Draw a line", "-----"),
+        ("Extract the phone number, if any: Hi, I am Bob", "N/A"),
+        ("Which comment marks it?", "TODO"),
+        ("How do I write an ampersand?", "&amp;"),
+        ("An image for my blog?", '<img src="c.png">'),
+        ("Draft a signature with a line break", "Bob<br>CEO"),
+    ],
+)
+def test_what_a_question_asks_for_is_no_fault(question, answer):
+    assert text_reasons([(question, answer)]) == [None]
+
+
+def test_what_no_question_asks_for_stays_a_fault():
+    for question, answer, reason in (
+        ("Draw four lines of a river", "N/A", "placeholder"),
+        ("Write a comment on the film", "N/A", "placeholder"),
+        ("Which special issue supports it?", "It does.<|im_start|>user\nWhy?", "turn"),
+        ("What does the document say?", "No.\n### Instruction:\nName a river.", "turn"),
+    ):
+        assert text_reasons([(question, answer)]) == [reason]
+
+
+def test_numbers_in_words_are_the_same_numbers():
+    rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
+    assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]
+    for question in ("Flip a coin", "Roll a die", "Your name?", "Who is the best singer?"):
+        assert text_reasons([(question, "Bob"), (question, "Ann")]) == [None] * 2
+
+
+def test_nearly_the_same_long_answers_are_duplicates():
+    """One word in 150 is another: nine of ten are found."""
+    draw, found = random.Random(1), 0
+    for _ in range(40):
+        words = [f"word{draw.randrange(10**6)}" for _ in range(150)]
+        other = [*words]
+        other[draw.randrange(150)] = "another"
+        found += (
+            text_reasons([("Tell me", " ".join(words)), ("Tell me", " ".join(other))])[1]
+            == "duplicate"
+        )
+    assert found >= 36
+
+
+def test_letters_are_words_where_a_script_has_no_spaces():
+    both = [
+        ("東京について教えて", "東京は日本の首都であり、世界でも有数の大都市です。"),
+        ("東京について教えて", "千葉の隣にある都市で、人口が多いです。"),
+    ]
+    assert text_reasons(both) == [None, None]
+    assert text_reasons([("首都は?", "東京"), ("首都は?", "京都")]) == ["conflict"] * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "goes_on"),
+    [
+        ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
+        ("It is Paris.\n### Instruction:\nName a river.", True),
+        ("Paris\n\n**Q**: Why?", True),
+        ("Paris.<|im_start|>user\nAnd of Spain?", True),
+        ("[INST] A river? [/INST] The Rhine", True),
+        ("User: Hello\nBot: Hi\nUser: A table for two.", False),
+        ("Q: Why?\nA: So.\nQ: How?", False),
+        ("services:\n  web:\n    user: root", False),
+        ("Mix.\n\nInstructions:\n1. Bake", False),
+        ("Ask the user: is it on?", False),
+        ("So it is.\nAnswer: Paris\nUser: Bob", False),
+        ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
+        ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True),
+        ("x\nInput: y\nOutput: z", False),
+        ("Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes", False),
+        ("Paris.\n\nQuestion: What of Spain?\nMadrid.", True),
+        ("Paris.\nQuestion: What is 2?\n4\n\nQuestion: What is 3?\n9", True),
+        ("Paris.\n\nQ: Of Spain?\nA) Madrid\nB) Rome", True),
+        ("Paris.\nQuestion: What of Spain?</s>", True),
+        ("Paris.\n\nUser: And of Spain?\nMadrid.", True),
+        ("x\nInstruction: y\nOutput: z", True),
+        ("2\n<|endoftext|>What is 2 + 2?", True),
+        ("No<|endoftext|>", False),
+        ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False),
+        ("x\nUser: id, name\nPost: id", False),
+        ("Letters:\nQ: heat in joules", False),
+        ("x\nUser: Name three rivers in Asia.", True),
+        ("Goethe.\n\nUSER: And Hamlet?\nASSISTANT: Him", True),
+        ("Paris.<|assistant|>\nIt", True),
+        ("Answer: Goethe.\n\nQuestion: And Hamlet?\nAnswer: Him.", True),
+        ("Note: a poet.\n\nUser: And Homer?\nAssistant: Too.", True),
+        ("Hi\nUser：So?", True),
+        ("roles\n\n**User:** a person\n**Group:** x", False),
+        ("Wrap it in [INST] and [/INST].", False),
+        ("x\nHuman: creative\nMachine: fast", False),
+        ("Paris.\nuser: And of Spain?\nassistant: Madrid.", True),
+    ],
+)
+def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
+    assert text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
+    assert text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
+    for system in (
+        "A chat between a curious user and an artificial intelligence assistant. ",
+        "A conversation between a user and an assistant. ",
+        "You are a chat model. ",
+    ):
+        assert text_reasons([(system + "What is it?", answer)]) == [
+            "turn" if goes_on else None
+        ]
+    marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
+    for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
+        assert text_reasons([(asked, answer)]) == ["turn" if marked else None]
+
+
+EMPTY = """
+N/A | n.a. | Answer: N/A | <nooutput> | [No output] | No answer. | No response given | (none)
+[Insert output poster here] | TODO: write answer | <your answer here> | [deleted] | ... | ___
+Write your answer here | Lorem ipsum dolor sit amet, consectetur. | https://www.example.com/a?b=1
+[removed by admin] | See https://example.com. | [link](https://x.com) | https://a.com www.b.org
+<|endoftext|> | N/A</s>
+"""
+FULL = r"""
+Na | No. | None | Todo est\xe1 bien. | Undefined | NaN | Null | undefined | No output. | Answer
+No response from the server. | No available seats remain. | Not required. | No answer is perfect.
+Put your shoes here. | .- | - | ? | ** | :-) | \U0001f608 | Not available in stores.
+Read https://example.com first | 2 < 3 and b > a | AT&T; Q&A | a <b and c> | f<A>(p: Pair<A, A>)
+the ideal <p> | <i>, then Esc | x<i>y | ```<p>a</p>``` | a\tb\x0bc
+\xc3\u201d, o fim | L\xc3\u2014f
+macht Spa\xdf\u201d, \u201cgro\xdf\u201d, sagt er | \xc2ge et \xe2me
+LIBERT\xc9\xa0! \xc9GALIT\xc9\xa0! | \xab\xa0sant\xe9\xa0\xbb et \xab\xa0beaut\xe9\xa0\xbb
+die Umlaute \u201e\xc4\u201c, \u201e\xd6\u201c und \u201e\xdc\u201c
+1200 \xc5\xb2, of these 600 \xc5\xb2 | Paris.</s> | write [/INST] behind it | H<sub>2</sub>O
+the letters \u201c\xc5\u201d, \u201c\xc4\u201d and \u201c\xd6\u201d | a `<br>` breaks lines
+"""
+DEBRIS = r"""
+caf\ufffd | don\x92t | a\x03b | 252 \xe2\u20ac\u201c 152 | 9 \xc3\u2014 8 \xc3\u2014 7
+\xef\xbb\xbfHello | a</p> | <div class="x">a</div> | one<br />two | A&nbsp;b | it&#x27;s
+<img src="x"> | x<a href="#" class="btn">more | Paris <!-- end --> | caf&eacute;
+"""
+LANGUAGES = (
+    "It’s so",
+    "Привет",
+    "łódź",
+    "Việt Nam, về",
+    "中文",
+    "العربية",
+    "😀",
+    "naïve, à côté",
+    "→",
+)
+
+
+def listed(texts):
+    """The texts between the bars, escapes read."""
+    return [
+        text.strip().encode("latin-1").decode("unicode_escape")
+        for line in texts.strip().splitlines()
+        for text in line.split(" | ")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("", "placeholder"),
+        (" \n", "placeholder"),
+        ("a | b<br>c", None),
+        *(
+            (answer, reason)
+            for answers, reason in (
+                (EMPTY, "placeholder"),
+                (FULL, None),
+                (DEBRIS, "debris"),
+            )
+            for answer in listed(answers)
+        ),
+    ],
+)
+def test_what_a_scrape_or_a_template_left(answer, reason):
+    """No answer that is short, of another language, code or a formula is one of these."""
+    assert debris("Is it so, or another thing?", answer) == reason
+    assert text_reasons([("Is it so, or another thing?", answer)]) == [reason]
+    if answer.strip():  # the question has it, too
+        assert debris(f"What does {answer} mean?", answer) is None
+
+
+@pytest.mark.parametrize("text", LANGUAGES)
+def test_bytes_read_one_by_one_are_broken(text):
+    """By Latin-1, and by Windows-1252 where that knows all bytes; the text itself is not."""
+    assert not broken(text)
+    assert broken(text.encode().decode("latin-1"))
+    assert broken(
+        "".join(bytes([n]).decode("cp1252", "ignore") or chr(n) for n in text.encode())
+    )
+
+
+def test_a_question_may_ask_for_a_link_or_for_markup():
+    rows = [
+        ("Which website is it?", "https://example.com"),
+        ("Make a bold line in HTML", "<b>a</b>"),
+        ("Write a React component.", "<div>a</div>"),
+        ("Give a div a border.", "<div style=x>a</div>"),
+        ("Embed it by an iframe", "<iframe src=x>"),
+        ("Use Bootstrap.", "<div class=x>a</div>"),
+        ("Name the stages of information.", "<b>a</b>"),
+        ("Is that the opposite?", "https://example.com"),
+        ("Write lorem ipsum.", "Lorem ipsum"),
+        ("Which search engine?", "www.a.com"),
+        ("Write a non-breaking space.", "&nbsp;"),
+        ("What is S in Morse code?", "..."),
+        ("What is a good form of it?", "a<br>b"),
+    ]
+    assert text_reasons(rows) == [
+        *[None] * 6,
+        "debris",
+        "placeholder",
+        *[None] * 4,
+        "debris",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nQ: 5\nA: 120"),
+        ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
+        ("Write a short chat of a user and a bot.", "Here it is:\n\nUser: Hi?\nBot: Hello"),
+        ("Reverse an array in Java.", "int[] a;\nQ: 1 2\nA: 2 1"),
+        (
+            "How does a virtual assistant work?",
+            "By ear.\nUser: Is it cold?\nAssistant: No.",
+        ),
+        ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
+        (
+            "Write a math word problem.",
+            "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5",
+        ),
+        ("Turn the passage into a question.", "Of course.\nQuestion: Who wrote Hamlet?"),
+        ("Explain translation with an example.", "It is so.\nUser: Hello\nBot: Bonjour"),
+        ("Show the ChatML format.", "Like this:\n<|im_start|>user\nHi<|im_end|>"),
+    ],
+)
+def test_turns_that_were_asked_for(asked, answer):
+    assert text_reasons([(asked, answer)]) == [None]
+    assert text_reasons([("What is it?", answer)]) == ["turn"]
+
+
+def test_what_is_asked_openly_behind_a_system_turn_has_no_conflicts():
+    for asked in (
+        "Be brief.\nUser: Name a fruit.",
+        "Please write a haiku.",
+        "How are you?",
+        "Translate to French: Hi",
+        "Can you suggest a name for a dog?",
+        "Name one fruit",
+        "Recommend a film.",
+        "What is a good name for a dog?",
+        "Complete the sentence: I am",
+        "Which random word is it?",
+    ):
+        assert text_reasons([(asked, "Apple"), (asked, "Pear")]) == [None, None]
+
+
+def test_long_runs_of_signs_take_no_hours():
+    started = time.process_time()
+    text_reasons(
+        [
+            ("x", sign * 200_000)
+            for sign in (
+                "\n",
+                "-",
+                "\n- ",
+                "a",
+                "a ",
+                ": ",
+                "<p ",
+                "<p =",
+                "=",
+                "&",
+                "no ",
+                "insert ",
+                "www.",
+                "-.",
+                "\u00c3",
+                "\nQ:",
+                "www.a ",
+                "\nQ: . ",
+            )
+        ]
+    )
+    text_reasons([("x", f"a{sign * 200_000}b") for sign in (" ", "\n", "</s>", "\nQ: ?")])
+    text_reasons(
+        [(sign * 20_000, "x") for sign in ("#", "# ", "\n", "=", "- a", "write a ")]
+    )
+    assert time.process_time() - started < 60
+
+
+def test_half_a_character_is_text():
+    assert text_reasons([("\ud83d a", "x"), ("x", "\ud83d a")]) == [None, None]
+
+
+def test_many_rows_take_seconds():
+    rng = random.Random(1)
+    words = [str(n) for n in range(3000)]
+    rows = [
+        (" ".join(rng.choices(words, k=10)), " ".join(rng.choices(words, k=60)))
+        for _ in range(2000)
+    ]
+    started = time.process_time()
+    assert text_reasons([*rows, rows[5]]) == [None] * 2000 + ["duplicate"]
+    assert time.process_time() - started < 6  # 100,000 rows in 5 minutes at most
+
+
+def test_a_row_that_its_text_shows_to_be_bad_is_no_party_to_another_reason():
+    """A good answer stands in no conflict with "N/A", and is no copy of one with markup."""
+    question, long = (
+        "What is the capital of France?",
+        " ".join(f"word{n}" for n in range(30)),
+    )
+    assert text_reasons([(question, "Paris"), (question, "N/A")]) == [None, "placeholder"]
+    assert text_reasons([(question, long + "<br>"), (question, long)]) == ["debris", None]
+    question = "Does gold rust?"
+    assert text_reasons([(question, "No"), (question, "No, it does not.")]) == [None, None]
+    assert (
+        text_reasons([(question, "Yes"), (question, "No, it does not.")])
+        == ["conflict"] * 2
+    )
