@@ -93,10 +93,10 @@ def run_steps(shape, rounds, checkpointing, four_bit=False):
     return compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch), GROUPS)
 
 
-def time_answers(shape, static_cache):
+def time_answers(shape):
     work = work_of(shape)
     model, rows, _ = load_shape(shape, work.answers)
-    return table2.answer_speed(model, rows, work, static_cache)
+    return table2.answer_speed(model, rows, work)
 
 
 def run_hours(folder, shape):
@@ -154,16 +154,15 @@ def parts_of(sizes, folder):
         measure = call(run_steps, *arguments)
         return Part(name, 200, measure, step_table)
 
-    def answers(name, *arguments):
-        return Part(name, 240, call(time_answers, *arguments), answers_table)
-
     shapes, rounds = sizes.shapes, sizes.step_rounds
     planned = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]
     for shape in shapes:
         planned.append(steps(steps_name(shape), shape, rounds, False))
         name = f"{steps_name(shape)}, gradient checkpointing"
         planned.append(steps(name, shape, rounds, True))
-    planned += [answers(answers_name(shape), shape, False) for shape in shapes]
+    for shape in shapes:
+        measure = call(time_answers, shape)
+        planned.append(Part(answers_name(shape), 240, measure, answers_table))
     for shape in shapes:
         measure = call(run_hours, folder, shape)
         planned.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
@@ -171,7 +170,4 @@ def parts_of(sizes, folder):
     planned.append(steps(name, shapes[0], rounds, True, True))
     planned += [heads(size) for size in sizes.heads[1:]]
     planned += [heads(size, peers=True) for size in sizes.heads]
-    planned += [
-        answers(f"{answers_name(shape)}, compiled", shape, True) for shape in shapes
-    ]
     return planned

@@ -27,7 +27,7 @@ ASSUMED = (
 )
 
 
-def answer_speed(model, rows, work, static_cache):
+def answer_speed(model, rows, work):
     """Seconds and tokens/s of answers of full length to the rows' prompts, all at a time.
 
     Random weights hardly ever draw the one token that ends an answer.
@@ -44,11 +44,9 @@ def answer_speed(model, rows, work, static_cache):
             temperature=0.8,
             end_ids=[end],
             batch_size=len(prompts),
-            static_cache=static_cache,
         )
 
-    # A first, untimed call: a compiled step needs one of the same size, a plain one a short one.
-    answers(work.new_tokens if static_cache else 2)
+    answers(2)  # a first, untimed call
     started = clock()
     written = answers(work.new_tokens)
     seconds = clock() - started
@@ -99,7 +97,7 @@ def extrapolate(shape, rounds):
     model, lower, upper = load_shape(shape, work.batch * rounds)
     steps = compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch))
     rows = (lower * work.answers)[: work.answers]
-    speed = answer_speed(model, rows, work, static_cache=False)
+    speed = answer_speed(model, rows, work)
     return hours_of(shape, steps, speed["seconds_per_answer"])
 
 
