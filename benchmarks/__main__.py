@@ -27,26 +27,44 @@ def positive(text):
 
 def add_common(add, rounds):
     add("--json", help="save settings and results here")
-    add("--rounds", type=positive, default=rounds, help=f"timed calls of every variant ({rounds})")
+    add(
+        "--rounds",
+        type=positive,
+        default=rounds,
+        help=f"timed calls of every variant ({rounds})",
+    )
 
 
 def add_step(add):
-    add("--model", help="folder or hub name; or random weights of the shape pythia-1b, llama3-8b "
-                        "or tiny")
+    add(
+        "--model",
+        help="folder or hub name; or random weights of the shape pythia-1b, llama3-8b "
+        "or tiny",
+    )
     add("--lower", help="rows of the noisy level, as in train_offline.py")
     add("--upper", help="rows of the trusted level")
-    add("--vocabulary", type=positive, help="random weights of the model's shape with so many "
-                                            "tokens in the head")
+    add(
+        "--vocabulary",
+        type=positive,
+        help="random weights of the model's shape with so many tokens in the head",
+    )
     add("--batch", type=positive, help="rows of each level a step (CUDA: 32, CPU: 8)")
     add("--micro-batch", type=positive, default=8, help="rows of each level a forward (8)")
     add("--gradient-checkpointing", action="store_true")
 
 
 def add_gpu(add):
-    add("--out", default="gpu-results", help="folder of the results; those of an earlier call in "
-                                             "it are kept (gpu-results)")
-    add("--minutes", type=float, default=9, help="of this call; what is not done is left to the "
-                                                 "next (9)")
+    add(
+        "--out",
+        default="gpu-results",
+        help="folder of the results; those of an earlier call in it are kept (gpu-results)",
+    )
+    add(
+        "--minutes",
+        type=float,
+        default=9,
+        help="of this call; what is not done is left to the next (9)",
+    )
     add("--rehearse", action="store_true", help="every part at tiny sizes, on the CPU")
 
 
@@ -59,8 +77,13 @@ def parse_args(argv):
 
     add = commands.add_parser("logprob", help="head and log-probs").add_argument
     add_common(add, rounds=9)
-    add("--sizes", type=positive, nargs=3, metavar=("T", "D", "V"),
-        help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)")
+    add(
+        "--sizes",
+        type=positive,
+        nargs=3,
+        metavar=("T", "D", "V"),
+        help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)",
+    )
 
     add = commands.add_parser("step", help="a training step").add_argument
     add_common(add, rounds=7)
@@ -68,10 +91,15 @@ def parse_args(argv):
 
     add = commands.add_parser("table2", help="the paper's runtime table").add_argument
     add_common(add, rounds=5)
-    add("--model", choices=("pythia-1b", "llama3-8b", "tiny"),
-        help="the shape that is measured (CUDA: pythia-1b and llama3-8b; CPU: none)")
+    add(
+        "--model",
+        choices=("pythia-1b", "llama3-8b", "tiny"),
+        help="the shape that is measured (CUDA: pythia-1b and llama3-8b; CPU: none)",
+    )
 
-    add = commands.add_parser("gpu", help="all that needs a GPU; may be cut short").add_argument
+    add = commands.add_parser(
+        "gpu", help="all that needs a GPU; may be cut short"
+    ).add_argument
     add_gpu(add)
 
     # The words are saved for others, to whom this machine's folders say nothing.

@@ -22,9 +22,9 @@ import utils
 from benchmarks.gpu_results import (
     Missing,
     is_settled,
+    known_of,
     note_failure,
     part_file,
-    read_part,
     write_part,
 )
 from utils import UserError
@@ -34,26 +34,28 @@ RESERVE = 10  # seconds of a call kept for the summary
 
 # --- a part in its own process --------------------------------------------------------------------
 
+
 def child(part, file):
     os.setpgrp()  # what the part starts is killed with it
     import torch
     import transformers
 
-    from benchmarks.measure import hardware, this_device
+    from benchmarks.measure import hardware
+    from runtime.processes import pick_device
 
     started = time.perf_counter()
     try:
         result = part.measure()
     except Missing as reason:
-        write_part(file, tries=read_part(file)["tries"], failed=str(reason))
+        write_part(file, tries=known_of(file)["tries"], failed=str(reason))
     except Exception as error:
         traceback.print_exc()
         note_failure(file, utils.first_line(error))
     else:
         write_part(
             file,
-            tries=read_part(file)["tries"],
-            hardware=hardware(this_device()),
+            tries=known_of(file)["tries"],
+            hardware=hardware(pick_device()),
             torch=torch.__version__,
             transformers=transformers.__version__,
             seconds=round(time.perf_counter() - started, 2),
@@ -93,11 +95,12 @@ def kill(process):
 
 # --- the command ----------------------------------------------------------------------------------
 
-def summary(parts, folder):
+
+def summary_text(planned, folder):
     """Every part's state and table, as text."""
     lines = []
-    for part in parts:
-        content = read_part(part_file(folder, part.name))
+    for part in planned:
+        content = known_of(part_file(folder, part.name))
         if "result" not in content:
             lines += [f"{part.name}: " + content.get("failed", "not reached yet"), ""]
             continue
@@ -110,20 +113,24 @@ def summary(parts, folder):
 def bench_gpu(args):
     deadline = time.monotonic() + 60 * args.minutes - RESERVE
     folder = Path(args.out).resolve()
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to look for a GPU is not to touch it
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # to look for a GPU is not to touch it
+    )
     if args.rehearse:
         folder = folder / "rehearsal"
         # Before Triton is imported: it asks when a kernel is defined.
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     from benchmarks import gpu_parts
-    from benchmarks.measure import this_device
+    from runtime.processes import pick_device
 
-    if not args.rehearse and this_device().type != "cuda":
-        raise UserError("no CUDA device here; --rehearse runs every part at tiny sizes on the CPU")
+    if not args.rehearse and pick_device().type != "cuda":
+        raise UserError(
+            "no CUDA device here; --rehearse runs every part at tiny sizes on the CPU"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     sizes = gpu_parts.TINY if args.rehearse else gpu_parts.FULL
-    parts = gpu_parts.parts_of(sizes, folder)
-    for part in parts:
+    planned = gpu_parts.parts_of(sizes, folder)
+    for part in planned:
         file = part_file(folder, part.name)
         if is_settled(file):
             print(f"{part.name}: settled by an earlier call")
@@ -135,6 +142,6 @@ def bench_gpu(args):
         seconds = min(part.limit, left)
         print(f"{part.name}: at most {seconds:.0f} s", flush=True)
         run_part(part, file, seconds)
-    text = summary(parts, folder)
+    text = summary_text(planned, folder)
     utils.write_atomic(folder / "summary.txt", text)
     print(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import logprob, table2
-from benchmarks.gpu_results import Missing, part_file, read_part
+from benchmarks.gpu_results import Missing, known_of, part_file
 from benchmarks.measure import installed
 from benchmarks.shapes import load_shape, work_of
 from benchmarks.step import Steps, compare_steps, step_table
@@ -61,11 +61,19 @@ TINY = Sizes(
 
 # --- measured -------------------------------------------------------------------------------------
 
+
 def run_tests():
     """The last line that pytest prints of tests/test_cuda.py, and its exit code."""
     if not installed("pytest"):
         raise Missing("pytest is not installed")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_cuda.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_cuda.py",
+    ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     return {"outcome": done.stdout.splitlines()[-1], "exit_code": done.returncode}
@@ -85,16 +93,17 @@ def run_steps(shape, rounds, checkpointing, four_bit=False):
     return compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch), GROUPS)
 
 
-def run_answers(shape, static_cache):
+def time_answers(shape):
     work = work_of(shape)
     model, rows, _ = load_shape(shape, work.answers)
-    return table2.answer_speed(model, rows, work, static_cache)
+    return table2.answer_speed(model, rows, work)
 
 
 def run_hours(folder, shape):
     """The runtime table, from the results of other parts: nothing is measured here."""
+
     def stored(name):
-        content = read_part(part_file(folder, name))
+        content = known_of(part_file(folder, name))
         if "result" not in content:
             raise Missing(f"{name} is not measured yet")
         return content["result"]
@@ -105,6 +114,7 @@ def run_hours(folder, shape):
 
 
 # --- the parts ------------------------------------------------------------------------------------
+
 
 def heads_name(sizes):
     length, width, vocabulary = sizes
@@ -144,22 +154,20 @@ def parts_of(sizes, folder):
         measure = call(run_steps, *arguments)
         return Part(name, 200, measure, step_table)
 
-    def answers(name, *arguments):
-        return Part(name, 240, call(run_answers, *arguments), answers_table)
-
     shapes, rounds = sizes.shapes, sizes.step_rounds
-    parts = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]
+    planned = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]
     for shape in shapes:
-        parts.append(steps(steps_name(shape), shape, rounds, False))
+        planned.append(steps(steps_name(shape), shape, rounds, False))
         name = f"{steps_name(shape)}, gradient checkpointing"
-        parts.append(steps(name, shape, rounds, True))
-    parts += [answers(answers_name(shape), shape, False) for shape in shapes]
+        planned.append(steps(name, shape, rounds, True))
+    for shape in shapes:
+        measure = call(time_answers, shape)
+        planned.append(Part(answers_name(shape), 240, measure, answers_table))
     for shape in shapes:
         measure = call(run_hours, folder, shape)
-        parts.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
+        planned.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
     name = f"{steps_name(shapes[0])}, 4-bit, gradient checkpointing"
-    parts.append(steps(name, shapes[0], rounds, True, True))
-    parts += [heads(size) for size in sizes.heads[1:]]
-    parts += [heads(size, peers=True) for size in sizes.heads]
-    parts += [answers(f"{answers_name(shape)}, compiled", shape, True) for shape in shapes]
-    return parts
+    planned.append(steps(name, shapes[0], rounds, True, True))
+    planned += [heads(size) for size in sizes.heads[1:]]
+    planned += [heads(size, peers=True) for size in sizes.heads]
+    return planned

@@ -17,7 +17,7 @@ def part_file(folder, name):
     return folder / (re.sub(r"\W+", "-", name) + ".json")
 
 
-def read_part(file):
+def known_of(file):
     """What is known of a part: its "result" or how it "failed", and how often."""
     if not file.exists():
         return {"tries": 0}
@@ -29,9 +29,9 @@ def write_part(file, **entries):
 
 
 def note_failure(file, reason):
-    write_part(file, tries=read_part(file)["tries"] + 1, failed=reason)
+    write_part(file, tries=known_of(file)["tries"] + 1, failed=reason)
 
 
 def is_settled(file):
-    content = read_part(file)
+    content = known_of(file)
     return "result" in content or content["tries"] >= TRIES

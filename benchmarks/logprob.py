@@ -12,6 +12,7 @@ the sum of them where a library has no gradient of single tokens.
 """
 
 import functools
+import os
 
 import torch
 
@@ -25,16 +26,16 @@ from benchmarks.measure import (
     shown,
     spread,
     store_and_print,
-    this_device,
     time_variants,
 )
+from runtime.processes import pick_device
 
 CHECKED = 64  # rows compared with float64; more float64 logits would not fit
 CUDA_SIZES = (16384, 4096, 128256)  # T, d, V of the published comparisons
 CPU_SIZES = (512, 256, 32000)
 
 
-class Problem:
+class HeadProblem:
     """Random hidden states (T, d), a frozen head (V, d), targets (T,), and float64 truth.
 
     bf16 on CUDA, float32 elsewhere. `logps` and `gradient`: of the first CHECKED rows.
@@ -53,7 +54,8 @@ class Problem:
 
         exact = hidden[:CHECKED].detach().double().requires_grad_()
         logps = logprobs.token_logprobs_reference(
-            exact, self.head.double(), self.targets[:CHECKED])
+            exact, self.head.double(), self.targets[:CHECKED]
+        )
         logps.sum().backward()
         self.logps, self.gradient = logps.detach(), exact.grad
 
@@ -70,14 +72,13 @@ class Problem:
 
 # --- the variants ---------------------------------------------------------------------------------
 
+
 def kernels(hidden):
     """The kernels of logprobs.py that run here, the fastest last; Triton's interpreter is one."""
-    row = hidden[:1].detach()
-    try:
-        logprobs.token_logprobs(row, row, row.new_zeros(1).long(), "triton")
-    except ValueError:
-        return ["torch"]
-    return ["torch", "triton"]
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if logprobs.triton and (hidden.is_cuda or interpreted):
+        return ["torch", "triton"]
+    return ["torch"]
 
 
 def torch_fused(hidden, head, targets, **options):
@@ -92,6 +93,7 @@ def torch_chunked(hidden, head, targets):
 
 # The others import their kernels when first called, so one that breaks is a failed variant.
 
+
 def liger(hidden, head, targets):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -101,7 +103,9 @@ def liger(hidden, head, targets):
 def liger_cute(hidden, head, targets):
     from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as kernel
 
-    return -kernel.liger_fused_linear_cross_entropy_sm90(hidden, head, targets, reduction="sum")
+    return -kernel.liger_fused_linear_cross_entropy_sm90(
+        hidden, head, targets, reduction="sum"
+    )
 
 
 def liger_cute_scores(hidden, head, targets):
@@ -118,7 +122,11 @@ def quack(hidden, head, targets):
 
 PEERS = {  # cutlass is what Liger's CuTe kernels are written in
     "liger-kernel (sum only)": (liger, "liger_kernel"),
-    "liger-kernel, CuTe (sum only, three products)": (liger_cute, "liger_kernel", "cutlass"),
+    "liger-kernel, CuTe (sum only, three products)": (
+        liger_cute,
+        "liger_kernel",
+        "cutlass",
+    ),
     "QuACK (sum only)": (quack, "quack"),
 }
 SCORING_PEERS = {
@@ -130,7 +138,8 @@ SCORING_PEERS = {
 def usable(peers):
     """{name: function} of the peers whose packages are installed."""
     return {
-        name: function for name, (function, *packages) in peers.items()
+        name: function
+        for name, (function, *packages) in peers.items()
         if all(map(installed, packages))
     }
 
@@ -139,7 +148,9 @@ def gradient_variants(problem, peers=True):
     """{name: function} of the variants whose gradient with respect to `hidden` is measured."""
     variants = {}
     for kernel in kernels(problem.hidden):
-        variants[f"here, {kernel}"] = functools.partial(logprobs.token_logprobs, kernel=kernel)
+        variants[f"here, {kernel}"] = functools.partial(
+            logprobs.token_logprobs, kernel=kernel
+        )
     variants["full logits"] = functools.partial(logprobs.token_logprobs, kernel="reference")
     if peers and hasattr(torch.nn.functional, "linear_cross_entropy"):
         variants["torch linear_cross_entropy"] = torch_fused
@@ -162,16 +173,16 @@ def floor_variants(problem):
     """The bare products, in the chunks that logprobs.py takes; callables of the round."""
     hidden, head = problem.hidden.detach(), problem.head
     length, vocabulary = len(hidden), len(head)
-    chunk = min(length, logprobs._chunk_rows(length, vocabulary, hidden.device))
+    chunk = min(length, logprobs._chunk_rows(vocabulary, hidden.device))
     logits = hidden.new_empty(chunk, vocabulary)
     out = torch.empty_like(hidden)
 
     def products(backward):
         for start in range(0, length, chunk):
-            rows = hidden[start:start + chunk]
-            product = torch.mm(rows, head.T, out=logits[:len(rows)])
+            rows = hidden[start : start + chunk]
+            product = torch.mm(rows, head.T, out=logits[: len(rows)])
             if backward:
-                torch.mm(product, head, out=out[start:start + chunk])
+                torch.mm(product, head, out=out[start : start + chunk])
 
     return {
         "floor: two products": lambda _: products(True),
@@ -181,8 +192,10 @@ def floor_variants(problem):
 
 # --- measured -------------------------------------------------------------------------------------
 
+
 def train_call(problem, function):
     """A callable of the round that leaves d sum(log p) / d hidden in `hidden.grad`."""
+
     def call(_):
         problem.hidden.grad = None
         function(*problem.inputs).sum().backward()
@@ -216,7 +229,7 @@ def first_head_call(problem, call, scores):
 
 def compare_heads(sizes, rounds, peers=True):
     """{variant: times, ratios, errors, peak memory} at sizes (T, d, V)."""
-    problem = Problem(sizes, this_device())
+    problem = HeadProblem(sizes, pick_device())
     scoring = scoring_variants(problem, peers)
     calls = {}
     for name, function in gradient_variants(problem, peers).items():
@@ -250,18 +263,20 @@ def head_table(results):
             rows.append([name, "failed: " + entry["failed"][:40], None, None, None])
             continue
         error = entry.get("gradient_error")
-        rows.append([
-            name,
-            milliseconds(entry["seconds"]),
-            shown(entry["ratio_to_floor"]),
-            mebibytes(entry.get("peak_bytes")),
-            None if error is None else f"{error:.1e}",
-        ])
+        rows.append(
+            [
+                name,
+                milliseconds(entry["seconds"]),
+                shown(entry["ratio_to_floor"]),
+                mebibytes(entry.get("peak_bytes")),
+                None if error is None else f"{error:.1e}",
+            ]
+        )
     return header, rows
 
 
 def bench_logprob(args):
-    device = this_device()
+    device = pick_device()
     sizes = args.sizes or (CUDA_SIZES if device.type == "cuda" else CPU_SIZES)
     results = compare_heads(sizes, args.rounds)
     settings = dict(zip("TdV", sizes, strict=True))

@@ -18,12 +18,8 @@ import torch
 from tqdm import tqdm
 
 from paper.results import cpu_name, save_results
+from runtime.processes import pick_device
 from utils import table
-
-
-def this_device():
-    """CUDA where there is one, else the CPU; CUDA_VISIBLE_DEVICES chooses."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def installed(package):
@@ -31,6 +27,7 @@ def installed(package):
 
 
 # --- time -----------------------------------------------------------------------------------------
+
 
 def clock():
     """Seconds, once all work on the GPU has ended."""
@@ -82,6 +79,7 @@ def product_rate(device, dtype):
 
 # --- memory ---------------------------------------------------------------------------------------
 
+
 def process_memory(key):
     """A line of Linux's /proc/self/status in bytes: VmRSS, or VmHWM."""
     status = Path("/proc/self/status").read_text()
@@ -97,7 +95,9 @@ def peak_memory(call, device):
         call()
         return torch.cuda.max_memory_allocated(device) - before
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # freed memory goes back to the system first
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # freed memory goes back to the system first
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
     except OSError:
@@ -110,6 +110,7 @@ def peak_memory(call, device):
 
 # --- the result -----------------------------------------------------------------------------------
 
+
 def hardware(device):
     """What ran: the GPU, or the CPU with the threads that torch uses."""
     if device.type == "cuda":
@@ -119,7 +120,7 @@ def hardware(device):
 
 def store_and_print(args, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
-    machine = hardware(this_device())
+    machine = hardware(pick_device())
     words = [f"{key} {value}" for key, value in settings.items()]
     print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
     print(table(header, rows))
@@ -135,13 +136,14 @@ def store_and_print(args, settings, results, header, rows):
 
 
 def milliseconds(figure):
-    """"median (min-max)" of a `spread` of seconds."""
+    """ "median (min-max)" of a `spread` of seconds."""
     return "{median:.1f} ({min:.1f}-{max:.1f})".format(
-        **{key: 1e3 * value for key, value in figure.items()})
+        **{key: 1e3 * value for key, value in figure.items()}
+    )
 
 
 def shown(figure):
-    """"median (min-max)" of a `spread`."""
+    """ "median (min-max)" of a `spread`."""
     return "{median:.2f} ({min:.2f}-{max:.2f})".format(**figure)
 
 

@@ -10,36 +10,45 @@ import torch
 import batches
 import logprobs
 import models
-from benchmarks.measure import this_device
 from data import tokens
+from runtime.processes import pick_device
 from toy import corpus
 from utils import UserError
 
 SHAPES = {  # architectures by name, with random weights
-    "pythia-1b": ("gpt_neox", {
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-    }),
-    "llama3-8b": ("llama", {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    }),
-    "tiny": ("llama", {
-        "vocab_size": 640,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }),
+    "pythia-1b": (
+        "gpt_neox",
+        {
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 8,
+        },
+    ),
+    "llama3-8b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "tiny": (
+        "llama",
+        {
+            "vocab_size": 640,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+    ),
 }
 
 
@@ -47,16 +56,17 @@ SHAPES = {  # architectures by name, with random weights
 class Work:
     """How much of a shape is measured; the defaults are the paper's, and rows like Alpaca's."""
 
-    batch: int = 32            # rows of each level a step
-    micro_batch: int = 8       # rows of each level a forward
-    lower_tokens: int = 160    # mean length of a noisy row
-    upper_tokens: int = 400    # mean length of a trusted row
-    answers: int = 256         # at a time
-    new_tokens: int = 512      # an answer
+    batch: int = 32  # rows of each level a step
+    micro_batch: int = 8  # rows of each level a forward
+    lower_tokens: int = 160  # mean length of a noisy row
+    upper_tokens: int = 400  # mean length of a trusted row
+    answers: int = 256  # at a time
+    new_tokens: int = 512  # an answer
 
 
 TINY_WORK = Work(
-    batch=2, micro_batch=2, lower_tokens=16, upper_tokens=20, answers=2, new_tokens=2)
+    batch=2, micro_batch=2, lower_tokens=16, upper_tokens=20, answers=2, new_tokens=2
+)
 
 
 def work_of(shape):
@@ -107,7 +117,8 @@ def to_four_bit(model):
                 device="meta",
             )
             small.weight = bitsandbytes.nn.Params4bit(
-                layer.weight.data, requires_grad=False, quant_type="nf4", module=small)
+                layer.weight.data, requires_grad=False, quant_type="nf4", module=small
+            )
             small.bias = layer.bias
             # The AVX512 repacking for inference makes later gradients wrong by 97 %.
             small.support_avx512bf16_for_cpu = False
@@ -124,10 +135,12 @@ def random_rows(count, mean, vocabulary, seed):
         length = round(mean * rng.lognormvariate(-0.18, 0.6))
         length = min(2048, max(16, length))
         prompt = length // 2
-        rows.append({
-            "input_ids": [rng.randrange(vocabulary) for _ in range(length)],
-            "trained": [0] * prompt + [1] * (length - prompt),
-        })
+        rows.append(
+            {
+                "input_ids": [rng.randrange(vocabulary) for _ in range(length)],
+                "trained": [0] * prompt + [1] * (length - prompt),
+            }
+        )
     return rows
 
 
@@ -136,7 +149,7 @@ def load_shape(name, count, checkpointing=False, four_bit=False):
     config, work = shape_config(name), work_of(name)
     lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
     upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
-    base = shaped_model(config, this_device())
+    base = shaped_model(config, pick_device())
     if four_bit:
         base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
@@ -147,7 +160,7 @@ def load_files(args, count):
 
     --vocabulary: random weights of the model's shape with so many tokens in the head.
     """
-    device = this_device()
+    device = pick_device()
     source = args.model or str(corpus.MODEL)
     tokenizer, config = models.load_tokenizer(source), models.load_config(source)
     levels = []
@@ -179,10 +192,15 @@ def load(args, count):
     """(model with LoRA, lower rows, upper rows) of a benchmark's command line."""
     if args.model in SHAPES:
         if args.lower or args.upper or args.vocabulary:
-            raise UserError(f"--model {args.model} has random weights and rows and reads no other; "
-                            "name a model's folder")
+            raise UserError(
+                f"--model {args.model} has random weights and rows and reads no other; "
+                "name a model's folder"
+            )
         return load_shape(args.model, count, args.gradient_checkpointing)
     if len({args.lower is None, args.upper is None, args.model is None}) > 1:
-        raise UserError("--lower, --upper and --model belong together; or give --model one of "
-                        + ", ".join(SHAPES) + ", or none of them for the embedded toy")
+        raise UserError(
+            "--lower, --upper and --model belong together; or give --model one of "
+            + ", ".join(SHAPES)
+            + ", or none of them for the embedded toy"
+        )
     return load_files(args, count)

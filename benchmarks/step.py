@@ -29,13 +29,13 @@ from benchmarks.measure import (
     shown,
     spread,
     store_and_print,
-    this_device,
     time_variants,
 )
 from benchmarks.shapes import load
 from benchmarks.trl_step import IGNORED, TrainerSteps, sft_labels
-from bmo_weights import MAX_LOG_RATIO
+from runtime.processes import pick_device
 from selector import Selector
+from utils import first_line
 
 RHO, GAMMA, CLIP = 0.5, 0.1, 1.0
 MASKED_SHARE = 0.1  # R of the online steps
@@ -52,7 +52,7 @@ def online_name(group):
 
 def masked_rows(rows):
     """The rows of a step, (B,), that count as masked in the online steps."""
-    return rows[:max(1, round(MASKED_SHARE * len(rows)))]
+    return rows[: max(1, round(MASKED_SHARE * len(rows)))]
 
 
 def as_transformers_has_it(model):
@@ -68,7 +68,9 @@ def as_transformers_has_it(model):
 def padded(numbers, filling, device):
     """Lists of numbers as one tensor, padded on the right."""
     tensors = [torch.tensor(line) for line in numbers]
-    whole = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=filling)
+    whole = torch.nn.utils.rnn.pad_sequence(
+        tensors, batch_first=True, padding_value=filling
+    )
     return whole.to(device)
 
 
@@ -82,7 +84,8 @@ def padded_losses(model, rows):
     logits = logits[:, :-1].float().transpose(1, 2)
     labels = labels[:, 1:]
     losses = torch.nn.functional.cross_entropy(
-        logits, labels, reduction="none", ignore_index=IGNORED)
+        logits, labels, reduction="none", ignore_index=IGNORED
+    )
     return losses.sum(dim=1) / (labels != IGNORED).sum(dim=1)
 
 
@@ -97,8 +100,10 @@ class Steps:
         """lower, upper: as many rows each. batch: of each level a step."""
         self.model, self.lower, self.upper = model, lower, upper
         self.micro_batch = micro_batch
-        order = torch.randperm(len(lower), generator=torch.Generator().manual_seed(0)).tolist()
-        self.batches = [order[i:i + batch] for i in range(0, len(order), batch)]
+        order = torch.randperm(
+            len(lower), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        self.batches = [order[i : i + batch] for i in range(0, len(order), batch)]
         self.theta = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.theta, lr=0.0)
         self.selector = Selector(len(lower), lr=0.0, device=model.device)
@@ -114,7 +119,7 @@ class Steps:
     def descend(self, turn, weights):
         """A step of train_offline.py: (losses of the lower rows before it, the loss)."""
         lower, upper = self.rows(turn)
-        upper_losses, losses, _ = train_offline.descend(
+        before = train_offline.descend(
             self.model,
             self.theta,
             self.optimizer,
@@ -125,8 +130,8 @@ class Steps:
             clip=CLIP,
             micro_batch=self.micro_batch,
         )
-        loss = (1 - RHO) * upper_losses.mean() + RHO * (weights * losses).mean()
-        return losses, loss.item()
+        loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.lower).mean()
+        return before.lower, loss.item()
 
     def plain(self, turn):
         weights = torch.ones(len(self.batches[turn]), device=self.model.device)
@@ -154,7 +159,7 @@ class Steps:
             else:
                 answers.append(train_online.Answers([row]))
         weights = self.selector.weights(torch.tensor(places))
-        upper_losses, _, losses, *_ = train_online.descend(
+        before = train_online.descend(
             self.model,
             self.theta,
             self.optimizer,
@@ -165,11 +170,11 @@ class Steps:
             clip=CLIP,
             micro_batch=self.micro_batch,
             num_answers=group,
-            weighing=("sequence", MAX_LOG_RATIO),
+            kind="sequence",
         )
-        after = train_online.mean_answer_losses(self.model, answers)
+        (after,) = train_online.row_losses(self.model, answers)
         self.selector.step(torch.tensor(places), after, GAMMA)
-        loss = (1 - RHO) * upper_losses.mean() + RHO * (weights * losses).mean()
+        loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.weighted).mean()
         return loss.item()
 
     def two_padded(self, turn):
@@ -190,19 +195,22 @@ class Steps:
         """TRL's steps in the order in which `compare_steps` calls them: twice before round 0."""
         turns = [0, 0, *range(len(self.batches))]
         rows = [self.rows(turn) for turn in turns]
-        return TrainerSteps(as_transformers_has_it(self.model), rows, self.micro_batch, CLIP)
+        return TrainerSteps(
+            as_transformers_has_it(self.model), rows, self.micro_batch, CLIP
+        )
 
 
 # --- what is compared -----------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Variant:
     """A way to make a step, and what it trains on besides the rows."""
 
     call: Callable
-    answers: int = 1         # of a masked row
-    scored: bool = False     # whether the lower rows run once more, without a gradient
-    is_peer: bool = False    # no code of ours: it has no floor, and may fail
+    answers: int = 1  # of a masked row
+    scored: bool = False  # whether the lower rows run once more, without a gradient
+    is_peer: bool = False  # no code of ours: it has no floor, and may fail
 
     def tokens(self, steps, turn):
         """Tokens that a step trains on; G answers to a masked row are G - 1 rows more."""
@@ -243,6 +251,7 @@ def variants_of(steps, groups=(1,)):
 
 # --- measured -------------------------------------------------------------------------------------
 
+
 def first_step(variant, model):
     """{"peak_bytes"} of a step, or {"failed"}: without enough memory, or a peer that breaks."""
     try:
@@ -250,7 +259,7 @@ def first_step(variant, model):
     except Exception as error:
         if not variant.is_peer and not isinstance(error, torch.OutOfMemoryError):
             raise
-        failed = str(error).splitlines()[0][:200]
+        failed = first_line(error)
     model.zero_grad()  # of a step that broke off
     torch.cuda.empty_cache()
     return {"failed": failed}
@@ -305,27 +314,37 @@ def product_share(steps, results):
 
 def step_table(results):
     """(header, rows) of what `compare_steps` returns."""
-    header = ["step", "seconds", "tokens/s", "of plain SFT", "floor", "peak MiB", "loss diff."]
+    header = [
+        "step",
+        "seconds",
+        "tokens/s",
+        "of plain SFT",
+        "floor",
+        "peak MiB",
+        "loss diff.",
+    ]
     rows = []
     for name, entry in results.items():
         if "failed" in entry:
             rows.append([name, entry["failed"][:40]] + [None] * 5)
             continue
         floor, difference = entry.get("floor"), entry.get("loss_difference")
-        rows.append([
-            name,
-            f"{entry['seconds']['median']:.3f}",
-            f"{entry['tokens_per_second']['median']:.0f}",
-            shown(entry["ratio_to_sft"]),
-            None if floor is None else f"{floor['median']:.2f}",
-            mebibytes(entry["peak_bytes"]),
-            None if difference is None else f"{difference:.1e}",
-        ])
+        rows.append(
+            [
+                name,
+                f"{entry['seconds']['median']:.3f}",
+                f"{entry['tokens_per_second']['median']:.0f}",
+                shown(entry["ratio_to_sft"]),
+                None if floor is None else f"{floor['median']:.2f}",
+                mebibytes(entry["peak_bytes"]),
+                None if difference is None else f"{difference:.1e}",
+            ]
+        )
     return header, rows
 
 
 def bench_step(args):
-    batch = args.batch or (32 if this_device().type == "cuda" else 8)
+    batch = args.batch or (32 if pick_device().type == "cuda" else 8)
     model, lower, upper = load(args, batch * args.rounds)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
@@ -338,5 +357,7 @@ def bench_step(args):
     }
     store_and_print(args, settings, results, *step_table(results))
     share, rate = product_share(steps, results)
-    print(f"plain SFT's matrix products would take {share:.0%} of its time at the rate of a large "
-          f"one here ({rate / 1e12:.2f} TFLOP/s)")
+    print(
+        f"plain SFT's matrix products would take {share:.0%} of its time at the rate of a large "
+        f"one here ({rate / 1e12:.2f} TFLOP/s)"
+    )

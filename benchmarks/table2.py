@@ -4,9 +4,10 @@ import math
 
 import batches
 import generate
-from benchmarks.measure import clock, store_and_print, this_device
+from benchmarks.measure import clock, store_and_print
 from benchmarks.shapes import load_shape, work_of
 from benchmarks.step import BDS_NEXT, SFT, Steps, compare_steps, online_name
+from runtime.processes import pick_device
 
 PUBLISHED_HOURS = {  # H100 96 GB, Pythia-1b and Llama-3-8b (the paper's runtime table)
     "mixing": (0.24, 10.53),
@@ -19,12 +20,14 @@ PUBLISHED_HOURS = {  # H100 96 GB, Pythia-1b and Llama-3-8b (the paper's runtime
 }
 PUBLISHED_ROWS = {"pythia-1b": 9600, "llama3-8b": 56000}
 EPOCHS, K_GEN = 3, 500
-ASSUMED = ("extrapolated: seconds of a measured step x steps of three epochs, plus the answers "
-           "of every refresh at the measured tokens a second, rows of the assumed mean lengths; "
-           "evaluation and loading are left out")
+ASSUMED = (
+    "extrapolated: seconds of a measured step x steps of three epochs, plus the answers "
+    "of every refresh at the measured tokens a second, rows of the assumed mean lengths; "
+    "evaluation and loading are left out"
+)
 
 
-def answer_speed(model, rows, work, static_cache):
+def answer_speed(model, rows, work):
     """Seconds and tokens/s of answers of full length to the rows' prompts, all at a time.
 
     Random weights hardly ever draw the one token that ends an answer.
@@ -41,11 +44,9 @@ def answer_speed(model, rows, work, static_cache):
             temperature=0.8,
             end_ids=[end],
             batch_size=len(prompts),
-            static_cache=static_cache,
         )
 
-    # A first, untimed call: a compiled step needs one of the same size, a plain one a short one.
-    answers(work.new_tokens if static_cache else 2)
+    answers(2)  # a first, untimed call
     started = clock()
     written = answers(work.new_tokens)
     seconds = clock() - started
@@ -66,12 +67,16 @@ def hours_of(shape, steps, seconds_per_answer):
     """
     work = work_of(shape)
     seconds = {
-        name: entry["seconds"]["median"] for name, entry in steps.items() if "seconds" in entry
+        name: entry["seconds"]["median"]
+        for name, entry in steps.items()
+        if "seconds" in entry
     }
     num_rows = PUBLISHED_ROWS.get(shape, work.batch)
     num_steps = math.ceil(num_rows / work.batch) * EPOCHS
     refreshes = math.ceil(num_steps / K_GEN)
-    window = min(num_rows, K_GEN * work.batch)  # the rows that are read until the next refresh
+    window = min(
+        num_rows, K_GEN * work.batch
+    )  # the rows that are read until the next refresh
     lower_share = work.lower_tokens / (work.lower_tokens + work.upper_tokens)
     hours = {
         "mixing": seconds[SFT] * num_steps / 3600,
@@ -91,8 +96,8 @@ def extrapolate(shape, rounds):
     work = work_of(shape)
     model, lower, upper = load_shape(shape, work.batch * rounds)
     steps = compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch))
-    rows = (lower * work.answers)[:work.answers]
-    speed = answer_speed(model, rows, work, static_cache=False)
+    rows = (lower * work.answers)[: work.answers]
+    speed = answer_speed(model, rows, work)
     return hours_of(shape, steps, speed["seconds_per_answer"])
 
 
@@ -119,8 +124,7 @@ def hours_table(results):
         row = [name]
         for shape in shapes:
             here = entry["extrapolated_hours"].get(shape)
-            row.append(entry["published_hours"].get(shape))
-            row.append("not measured" if here is None else f"{here:.2g}")
+            row += [entry["published_hours"].get(shape), here and f"{here:.2g}"]
         rows.append(row)
     return header, rows
 
@@ -129,7 +133,7 @@ def bench_table2(args):
     shapes = []  # without a GPU the published hours stand alone: a CPU says nothing about them
     if args.model is not None:
         shapes = [args.model]
-    elif this_device().type == "cuda":
+    elif pick_device().type == "cuda":
         shapes = list(PUBLISHED_ROWS)
     results = beside_published({shape: extrapolate(shape, args.rounds) for shape in shapes})
     settings = {"epochs": EPOCHS, "K_gen": K_GEN, "rounds": args.rounds}

@@ -82,11 +82,13 @@ def sft_trainer(model, steps, micro_batch, clip, folder):
     rows = []
     for lower, upper in steps:
         for start in range(0, len(lower), micro_batch):
-            rows += lower[start:start + micro_batch] + upper[start:start + micro_batch]
-    data = datasets.Dataset.from_dict({
-        "input_ids": [row["input_ids"] for row in rows],
-        "labels": [sft_labels(row) for row in rows],
-    })
+            rows += lower[start : start + micro_batch] + upper[start : start + micro_batch]
+    data = datasets.Dataset.from_dict(
+        {
+            "input_ids": [row["input_ids"] for row in rows],
+            "labels": [sft_labels(row) for row in rows],
+        }
+    )
     settings = trl.SFTConfig(
         output_dir=folder,
         per_device_train_batch_size=2 * micro_batch,

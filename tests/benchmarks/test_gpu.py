@@ -29,7 +29,9 @@ def call(tmp_path, monkeypatch):
         return Part(name, 2, measure, lambda result: (["value"], [[result["value"]]]))
 
     def hang():
-        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))  # all that can be blocked
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, set(signal.Signals)
+        )  # all that can be blocked
         time.sleep(1000)
 
     def lack():
@@ -42,11 +44,17 @@ def call(tmp_path, monkeypatch):
         part("lacks", lack),
     ]
     monkeypatch.setattr(gpu_parts, "parts_of", lambda sizes, folder: parts)
-    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    for name in (
+        "TRITON_INTERPRET",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    ):
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
     def run(minutes=1):
-        main(["gpu", "--rehearse", "--out", str(tmp_path / "out"), "--minutes", str(minutes)])
+        main(
+            ["gpu", "--rehearse", "--out", str(tmp_path / "out"), "--minutes", str(minutes)]
+        )
         names = begun.read_text().split() if begun.exists() else []
         return {part.name: names.count(part.name) for part in parts}
 
@@ -62,8 +70,12 @@ def test_calls_go_on_where_the_last_one_ended(call, tmp_path, capfd):
     assert json.loads((folder / "works.json").read_text())["result"] == {"value": 7.5}
     text = (folder / "summary.txt").read_text()
     assert text in capfd.readouterr().out
-    for line in ("7.5000", "hangs: stopped after 2 s", "dies: its process ended with code 9",
-                 "lacks: quack is not installed"):
+    for line in (
+        "7.5000",
+        "hangs: stopped after 2 s",
+        "dies: its process ended with code 9",
+        "lacks: quack is not installed",
+    ):
         assert line in text
     call()
     assert call() == {"works": 1, "hangs": 2, "dies": 2, "lacks": 3}
@@ -79,8 +91,12 @@ def test_a_call_whose_time_is_over_counts_against_no_part(call, tmp_path, monkey
 @pytest.mark.slow
 def test_the_rehearsal(tmp_path):
     """Every part at tiny sizes, the Triton kernel through its interpreter."""
-    command, environment = python("-m", "benchmarks", "gpu", "--rehearse", "--out", tmp_path)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    command, environment = python(
+        "-m", "benchmarks", "gpu", "--rehearse", "--out", tmp_path
+    )
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "rehearsal"
 
@@ -93,8 +109,7 @@ def test_the_rehearsal(tmp_path):
         assert heads[kernel]["gradient_error"] < 1e-5
     for name in ("steps-tiny", "steps-tiny-gradient-checkpointing"):
         assert result(name)["online, R=10%, G=5"]["loss_difference"] < 1e-6
-    for name in ("answers-tiny", "answers-tiny-compiled"):
-        assert result(name)["tokens"] > 0
+    assert result("answers-tiny")["tokens"] > 0
     assert result("table2-tiny")["BDS"]["extrapolated_hours"]["tiny"] > 0
 
 
@@ -120,6 +135,8 @@ assert not hidden & {name.split(".")[0] for name in sys.modules}
 
 def test_it_measures_steps_without_the_packages_a_gpu_machine_may_lack():
     command, environment = python("-c", HIDDEN)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["bitsandbytes is not installed", "not installed"]

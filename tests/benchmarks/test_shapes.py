@@ -10,7 +10,9 @@ from benchmarks.shapes import load_shape, shape_config, shaped_model
 from logprobs import sequence_logprobs
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes"
+)
 def test_four_bit_keeps_the_head_and_trains():
     """Layers are NF4, log-probs stay near those of the weights they came from, and the adapter
     gets gradients through bitsandbytes' products."""

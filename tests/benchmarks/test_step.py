@@ -52,12 +52,18 @@ def test_step_on_files_with_a_larger_vocabulary(measured, files, folders, no_trl
     rows = files(lower=6, upper=5)
     results = measured(
         "step",
-        "--rounds", 1,
-        "--batch", 3,
-        "--lower", rows["lower"],
-        "--upper", rows["upper"],
-        "--model", folders["neox"],
-        "--vocabulary", 500,
+        "--rounds",
+        1,
+        "--batch",
+        3,
+        "--lower",
+        rows["lower"],
+        "--upper",
+        rows["upper"],
+        "--model",
+        folders["neox"],
+        "--vocabulary",
+        500,
     )
     assert all(results[name]["loss_difference"] < 1e-6 for name in OURS)
     assert results[SFT]["loss"] < 12  # random weights: about log 500 and a bit
@@ -81,6 +87,7 @@ def test_five_answers_to_a_masked_row(no_trl):
 
 def test_a_step_without_enough_memory_is_recorded(monkeypatch, no_trl):
     """The others are measured; gradients of the step that broke off are gone."""
+
     def broken(steps, turn):
         steps.theta[0].grad = torch.ones_like(steps.theta[0])
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
@@ -116,9 +123,12 @@ def test_trl_takes_the_same_rows():
     assert results[PADDED]["loss_difference"] < 1e-6
 
 
-@pytest.mark.parametrize("words", [
-    ["--lower", "rows.jsonl"],
-    ["--model", "tiny", "--lower", "rows.jsonl"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lower", "rows.jsonl"],
+        ["--model", "tiny", "--lower", "rows.jsonl"],
+    ],
+)
 def test_rows_that_would_not_be_read_are_refused(refused, words):
     assert "--model" in refused(lambda: main(["step", *words]))

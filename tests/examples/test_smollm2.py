@@ -13,7 +13,9 @@ def test_the_model_is_written_with_its_chat_template(tmp_path):
 
     command, environment = python("examples/smollm2.py", tmp_path / "model")
     for line in ("model: written", "model: already there"):
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip().endswith(line)
 
@@ -22,17 +24,23 @@ def test_the_model_is_written_with_its_chat_template(tmp_path):
     assert model.dtype == torch.bfloat16
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0])
 
 
 def test_a_missing_package_is_one_line(tmp_path):
-    code = ("import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
-            "sys.argv = ['smollm2.py', 'nowhere']; "
-            "runpy.run_path('examples/smollm2.py', run_name='__main__')")
+    code = (
+        "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
+        "sys.argv = ['smollm2.py', 'nowhere']; "
+        "runpy.run_path('examples/smollm2.py', run_name='__main__')"
+    )
     command, environment = python("-c", code)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        "error: the package gguf is missing; run: pip install gguf==0.19.0")
+        "error: the package gguf is missing; run: pip install gguf==0.19.0"
+    )
