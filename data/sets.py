@@ -25,6 +25,8 @@ def load_levels(args, tokenizer, context_length):
     tokenised rows; reports: {name: report of tokens.load_rows}. Without a source of held-out upper
     rows, a tenth of the upper rows is held out, at most 500.
     """
+    if args.upper_loss == "dpo" and args.upper is None:
+        raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     levels = dict.fromkeys(LEVELS)
     reports = {}
     with first_goes_first():
