@@ -1,5 +1,4 @@
 # make demo: the embedded toy, two to five minutes on two cores.   make test: the tests.
-# make small LOWER=noisy.jsonl UPPER=trusted.jsonl: your rows with a small real model, on a CPU.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,15 +7,10 @@ export TOKENIZERS_PARALLELISM ?= true
 # A worker a core, of at most four; a file's tests share their models, so they stay together.
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo small test test-all lint reproduce clean
+.PHONY: demo test test-all lint reproduce clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python -m paper demo
-
-small: $(VENV)/.ready
-	@test -z "$(LOWER)" || test -z "$(UPPER)" || $(BIN)/python -c "import gguf" 2>/dev/null || \
-	  $(BIN)/python -m pip install --disable-pip-version-check -q $$(grep ^gguf requirements-dev.txt)
-	@$(BIN)/python -m paper small $(if $(LOWER),--lower "$(LOWER)") $(if $(UPPER),--upper "$(UPPER)")
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)

@@ -13,7 +13,17 @@ python eval.py winrate generate|judge|rate ...      win rate against a reference
 
 import argparse
 
-from evaluation import answers, comparison, export, losses, qa, rankings, report, winrate
+import utils  # noqa: F401  # before torch: it quiets its waiting threads
+from evaluation import (
+    answers,
+    comparison,
+    export,
+    losses,
+    qa,
+    rankings,
+    report,
+    winrate,
+)
 from evaluation.runs import Run
 from runtime import command
 
@@ -23,51 +33,45 @@ def runs_of(args):
 
 
 def run_report(args):
+    """One self-contained HTML page."""
     print(report.write_report(runs_of(args), args.out, args.row_tests))
 
 
 def run_keep(args):
+    """Re-threshold a ranking: kept.jsonl for --keep of training."""
     print(rankings.rethreshold(args.run, args.keep_fraction, args.out, args.by))
 
 
 def run_export(args):
+    """The rows of a run's curated.jsonl as a file for a trainer."""
     print(export.export(args.run, args.format, args.out))
 
 
 def run_ranking(args):
+    """The top and bottom tenth of the rows over the epochs."""
     rankings.print_rankings(runs_of(args))
 
 
-def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description="Look at finished runs.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def add_command(commands, name, call, several=False):
+    """A command of one or several runs; returns the function that adds its flags."""
+    text = call.__doc__.splitlines()[0]
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(call=call)
+    if several:
+        parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    else:
+        parser.add_argument("run", metavar="RUN", help="run folder")
+    return parser.add_argument
 
-    def add_command(name, call, text, several=False):
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(call=call)
-        if several:
-            command.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-        else:
-            command.add_argument("run", metavar="RUN", help="run folder")
-        return command.add_argument
 
-    add = add_command(
-        "compare",
-        comparison.run_compare,
-        "runs side by side, seeds in one row",
-        several=True,
-    )
+def add_readers(commands):
+    """The commands that read the files of runs."""
+    add = add_command(commands, "compare", comparison.run_compare, several=True)
     add("--json", help="also write the numbers, intervals included")
-    add = add_command("report", run_report, "one self-contained HTML page", several=True)
+    add = add_command(commands, "report", run_report, several=True)
     add("--out", default="report.html", help="the page (report.html)")
-    add(
-        "--row-tests",
-        metavar="RANKING",
-        help="show the reasons that `python -m row_tests` gave",
-    )
-    add = add_command(
-        "keep", run_keep, "re-threshold a ranking: kept.jsonl for --keep of training"
-    )
+    add("--row-tests", metavar="RANKING", help="a ranking with reasons, by row_tests")
+    add = add_command(commands, "keep", run_keep)
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
     add(
         "--by",
@@ -75,31 +79,18 @@ def parse_args(argv=None):
         default="weight",
         help="rank by the weight, or by the loss under the final model",
     )
-    add(
-        "--out",
-        help="file to write (kept.jsonl in a run; NAME.kept.jsonl beside NAME.jsonl)",
-    )
-    add = add_command(
-        "export", run_export, "rows of a run's curated.jsonl as a trainer's file"
-    )
-    add(
-        "--format",
-        choices=export.FORMATS,
-        required=True,
-        help="pairs: new over original answers",
-    )
+    add("--out", help="file to write (kept.jsonl in a run, else NAME.kept.jsonl)")
+    add = add_command(commands, "export", run_export)
+    add("--format", choices=export.FORMATS, required=True, help="pairs: new over original")
     add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")
-    add = add_command(
-        "losses", losses.run_losses, "losses of every set, before and after training"
-    )
+    add_command(commands, "ranking", run_ranking, several=True)
+
+
+def add_models(commands):
+    """The commands that load the model of a run."""
+    add = add_command(commands, "losses", losses.run_losses)
     add("--rows", help="file, folder or hub name of rows instead of the run's own sets")
-    add_command(
-        "ranking",
-        run_ranking,
-        "top and bottom 10 %% of the rows over the epochs",
-        several=True,
-    )
-    add = add_command("qa", qa.run_qa, "zero-shot questions through lm-evaluation-harness")
+    add = add_command(commands, "qa", qa.run_qa)
     add(
         "--tasks",
         default="arc_easy,arc_challenge,openbookqa,piqa,winogrande",
@@ -110,20 +101,19 @@ def parse_args(argv=None):
     add("--batch-size", type=int, default=8)
     add("--base", action="store_true", help="the run's base model instead")
     add("--out", help="also write the numbers as json")
-    add = add_command(
-        "answers",
-        answers.run_answers,
-        "base models and runs answer side by side",
-        several=True,
-    )
+    add = add_command(commands, "answers", answers.run_answers, several=True)
     add("--prompt", action="append", default=[], help="a prompt; may be repeated")
-    add(
-        "--prompts",
-        help="file of prompts (AlpacaEval's outputs, or json/jsonl with instruction)",
-    )
+    add("--prompts", help="file of prompts (json or jsonl with instruction or prompt)")
     add("--max-new-tokens", type=int, default=256)
     text = "win rate against a reference: generate, judge, rate"
     winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(description="Look at finished runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add_readers(commands)
+    add_models(commands)
     return parser.parse_args(argv)
 
 

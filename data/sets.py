@@ -231,7 +231,7 @@ def left_out(report):
 def sequence_lengths(rows):
     """Tokens of every sequence, (1, n) int64, of pairs (2, n); no token list becomes Python's."""
     names = [name for name in rows.column_names if name.endswith("input_ids")]
-    lengths = [torch.zeros(len(names), 0, dtype=torch.int64)]
+    lengths = []
     for table in _tables(rows, names):
         counts = [pyarrow.compute.list_value_length(table[name]).to_pylist() for name in names]
         lengths.append(torch.tensor(counts))

@@ -59,19 +59,18 @@ def _folder_parts(folder, split):
             return [saved]
     files = []
     for path in sorted(folder.rglob("*")):
-        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        hidden = "/." in f"/{path.relative_to(folder)}"
         if _is_data(path) and path.is_file() and not hidden:
             files.append(path)
     # Without a split, files named "train" win: test files beside them must not slip into training.
-    word = re.compile(rf"(^|[^a-z]){re.escape((split or 'train').lower())}(ing)?($|[^a-z])")
-    chosen = [path for path in files if word.search(str(path.relative_to(folder)).lower())]
-    if not chosen and not split:
-        chosen = files
+    word = rf"(^|[^a-z]){re.escape(split or 'train')}(ing)?($|[^a-z])"
+    chosen = [p for p in files if re.search(word, str(p.relative_to(folder)), re.IGNORECASE)]
+    if not split:
+        chosen = chosen or files
     if not chosen:
         raise UserError(f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}")
     if len(chosen) < len(files):
-        left = next(path for path in files if path not in chosen)
-        print(f"{folder}: reads {len(chosen)} of {len(files)} files, not {left.name} and such")
+        print(f"{folder}: reads {len(chosen)} of {len(files)} files")
     return chosen
 
 

@@ -60,7 +60,6 @@ TYPES = {
 }
 
 
-
 def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turns="last",
               side="chosen", max_length=2048, limit=None, seed=0, cache_dir=".cache"):
     """Tokenised rows of a source, memory-mapped from a cache, and a report of what was dropped.
@@ -91,12 +90,11 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
             f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "
             'set "eos_token" in its tokenizer_config.json'
         )
-    pieces = None
-    if template is not None or not tokenizer.chat_template:
-        pieces = split_template(TEMPLATE if template is None else template)
+    if template is None and not tokenizer.chat_template:
+        template = TEMPLATE
     settings = SimpleNamespace(  # a part of the cache's key
         columns=layouts.parse_columns(columns),
-        template=pieces,
+        template=template and split_template(template),
         turns=turns,
         side=side,
         max_length=max_length,
@@ -132,7 +130,6 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ from None
     report = json.loads(report_file.read_text())
-    report |= {"source": str(source), "name": name, "fingerprint": fingerprint}
     missing = [column for column in EXTRAS if column not in report["extras"]]
     return rows.remove_columns(missing), report
 
@@ -157,9 +154,10 @@ class Reader:
         self.encoder = Encoder(tokenizer)
         self.given = set()  # names of columns, and keys of messages that are not read
         self.extras = set()
-        counts = ("rows_in_source", "rows_kept", "truncated", "tokens", "bad", "unlabelled")
-        self.report = dict.fromkeys(counts, 0)
-        self.report |= {"layout": None, "dropped": defaultdict(list)}
+        self.dropped = defaultdict(list)
+        self.template_refusal = None
+        counts = ("rows_in_source", "rows_kept", "truncated", "bad", "unlabelled")
+        self.report = dict.fromkeys(counts, 0) | {"dropped": self.dropped, "layout": None}
 
     def read(self, rows):
         """(place, row) of the source -> tokenised rows, in batches: memory is flat without a limit.
@@ -170,7 +168,7 @@ class Reader:
 
         report = self.report
         bar = tqdm(rows, desc=f"reading {self.name}", unit=" rows", delay=3, leave=False)
-        records = self._render_all(self.sample(bar))
+        records = filter(None, itertools.starmap(self._render, self.sample(bar)))
         while batch := list(itertools.islice(records, BATCH)):
             for row in self._tokenise(batch):
                 if row["messages"]:
@@ -178,18 +176,16 @@ class Reader:
                 report["rows_kept"] += 1
                 report["truncated"] += not row["complete"]
                 report["bad"] += row["bad"]
-                report["tokens"] += len(row["input_ids"])
                 yield row
         if not report["rows_in_source"]:
             raise UserError(f"{self.name}: the source holds no rows")
         if not report["rows_kept"]:
-            why = [f"{len(ids)} {reason}" for reason, ids in report["dropped"].items()]
-            if "template_refusal" in report:
-                why.append(f"the chat template says: {report['template_refusal']}")
-            raise UserError(f"{self.name}: no row is left to train on ({', '.join(why)})")
+            counts = {reason: len(ids) for reason, ids in self.dropped.items()}
+            said = f"; the template says: {self.template_refusal}" if self.template_refusal else ""
+            raise UserError(f"{self.name}: no row is left to train on, dropped {counts}{said}")
         report["extras"] = sorted(self.extras)
-        report["unread"] = layouts.unread_columns(
-            self.given, report["layout"], self.settings.columns)
+        columns = self.settings.columns
+        report["unread"] = layouts.unread_columns(self.given, report["layout"], columns)
         if "bad" not in self.extras:
             report["unlabelled"] = 0
 
@@ -213,53 +209,48 @@ class Reader:
                     kept[slot] = row_id, place, row
         yield from sorted(kept, key=itemgetter(0))
 
-    def _render_all(self, rows):
-        """(row_id, place, row) -> records with text and segments; unusable rows are dropped."""
-        for row_id, place, row in rows:
-            record, reason = self._render(row, place)
-            if reason:
-                self.report["dropped"][reason].append(row_id)
-            else:
-                yield record | {"row_id": row_id}
-
-    def _render(self, given, place):
-        """(record, None), or (None, why the row is dropped)."""
+    def _render(self, row_id, place, given):
+        """A row -> its texts, labels and segments; None for a row that is dropped."""
         if not isinstance(given, dict):
             raise UserError(f"{place}: a row must be an object, not {type(given).__name__}")
         if {"row_id", "hash", "rank", "recommended"} <= given.keys():
             raise UserError(
                 f"{place}: a line of a run's curated.jsonl, rejected answers included; train on "
-                "what `python eval.py export` makes of that run, or on the original rows with "
-                "--keep"
+                "what `python eval.py export` makes of that run"
             )
-        settings, report = self.settings, self.report
+        settings = self.settings
         for label in LABELS:
             if settings.columns.get(label, label) in given:
                 self.extras.add(label)
         row = renamed(given, settings.columns, place)
-        if report["layout"] is None:
-            report["layout"] = layouts.find_layout(row, place, given)
-        self.given.update(given, layouts.unread_keys(row, report["layout"]))
-        report["unlabelled"] += row.get("bad") in (None, "")
-        source = layouts.row_messages(row, report["layout"], settings.side, place)
+        layout = self.report["layout"] or layouts.find_layout(row, place, given)
+        self.report["layout"] = layout
+        self.given.update(given, layouts.unread_keys(row, layout))
+        self.report["unlabelled"] += row.get("bad") in (None, "")
+        source = layouts.row_messages(row, layout, settings.side, place)
         messages = layouts.clean_messages(source, (self.tokenizer.eos_token, ENDOFTEXT))
         reason = layouts.why_unusable(messages, given)
         if reason:
-            return None, reason
-        shown = []
-        for message in messages:
-            shown.append(message | {"content": self.encoder.protect(message["content"])})
+            self.dropped[reason].append(row_id)
+            return None
+        protect = self.encoder.protect
+        shown = [turn | {"content": protect(turn["content"])} for turn in messages]
         try:
-            segments = self._segments(shown, place)
+            if settings.template:
+                segments = plain_segments(shown, settings.template, settings.turns)
+            else:
+                segments = chat_segments(shown, self.tokenizer, settings.turns, place)
         except UserError:
             raise
         except Exception as error:  # a template is a program; it may not know a role, or be broken
-            report.setdefault("template_refusal", f"{type(error).__name__}: {first_line(error)}")
-            return None, "template_refused"
+            self.template_refusal = f"{type(error).__name__}: {first_line(error)}"
+            self.dropped["template_refused"].append(row_id)
+            return None
         prompt = layouts.transcript(messages[:-1])
         normal = " ".join(unicodedata.normalize("NFC", prompt).split())
         *before, last = layouts.clean_messages(source, (ENDOFTEXT,))
         return {
+            "row_id": row_id,
             "prompt": prompt,
             "response": messages[-1]["content"],
             "hash": content_hash(layouts.transcript(before), last["content"]),
@@ -268,29 +259,18 @@ class Reader:
             "bad": _flag(row.get("bad"), place),  # a row without a label is a good one of no kind
             "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
             "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None,
-        }, None
-
-    def _segments(self, messages, place):
-        settings = self.settings
-        if settings.template:
-            return plain_segments(messages, settings.template, settings.turns)
-        return chat_segments(messages, self.tokenizer, settings.turns, place)
+        }
 
     def _tokenise(self, records):
         """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
         max_length = self.settings.max_length
-        dropped = self.report["dropped"]
         ends = end_ids(self.tokenizer)
         # Every source starts alike: with a BOS if the tokenizer adds one, or the template's own.
         start = self.tokenizer("a")["input_ids"][:1]
         if not self.settings.template or start != [self.tokenizer.bos_token_id]:
             start = []
-        heads = []
-        texts = []
-        for record in records:
-            (head, _), *rest = record["segments"]
-            heads.append(head)
-            texts += [text for text, _ in rest]
+        heads = [record["segments"][0][0] for record in records]
+        texts = [text for record in records for text, _ in record["segments"][1:]]
         heads = self.encoder.encode(heads, continued=False)
         continuations = iter(self.encoder.encode(texts, continued=True))
         for record, head in zip(records, heads, strict=True):
@@ -303,14 +283,15 @@ class Reader:
                     tokens = [*tokens, self.tokenizer.eos_token_id]
                 ids += tokens
                 trained += [loss] * len(tokens)
-            complete = len(ids) <= max_length
-            ids, trained = ids[:max_length], trained[:max_length]
+            record["complete"] = len(ids) <= max_length
+            record["input_ids"] = ids[:max_length]
+            record["trained"] = trained[:max_length]
             if prompt_tokens >= max_length:
-                dropped["long_prompt"].append(record["row_id"])
-            elif not any(trained[1:]):  # the first token of a row is never a target
-                dropped["no_room"].append(record["row_id"])
+                self.dropped["long_prompt"].append(record["row_id"])
+            elif not any(record["trained"][1:]):  # a row's first token is never a target
+                self.dropped["no_room"].append(record["row_id"])
             else:
-                yield record | {"input_ids": ids, "trained": trained, "complete": complete}
+                yield record
 
 
 def renamed(row, columns, place):
@@ -356,8 +337,7 @@ def show_example(row, tokenizer):
     text = ""
     tokens = zip(row["trained"], row["input_ids"], strict=True)
     for trained, group in itertools.groupby(tokens, key=itemgetter(0)):
-        ids = [token for _, token in group]
-        run = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        run = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
         text += f"⟦{run}⟧" if trained else run
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 

@@ -8,7 +8,7 @@ from evaluation.winrate import read_prompts, respond
 from utils import UserError
 
 
-def answers_of(names, prompts, max_new_tokens):
+def answer_prompts(names, prompts, max_new_tokens):
     """{title: a text for every prompt}, answered greedily by each run and by each base model.
 
     names: run folders and models. A base model stands before the first run that began with it. A
@@ -33,13 +33,13 @@ def answers_of(names, prompts, max_new_tokens):
 
 
 def run_answers(args):
-    """`python eval.py answers`: every prompt with its answers, on the terminal."""
+    """Base models and runs answer the same prompts, greedily."""
     prompts = list(args.prompt)
     if args.prompts:
         prompts += read_prompts(args.prompts)
     if not prompts:
         raise UserError("answers: give --prompt TEXT or --prompts FILE")
-    answers = answers_of(args.runs, prompts, args.max_new_tokens)
+    answers = answer_prompts(args.runs, prompts, args.max_new_tokens)
     for number, prompt in enumerate(prompts):
         print(f"=== {printable(prompt)}")
         for title, texts in answers.items():

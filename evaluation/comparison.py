@@ -120,7 +120,7 @@ def student_t(freedom):
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def summary(values):
+def mean_and_interval(values):
     """{mean, std, low, high, n} of a list of numbers.
 
     std is over the numbers, low and high are the 95 % interval of the mean (Student's t); all three
@@ -173,7 +173,7 @@ def grouped(runs):
 
 
 def comparison_rows(runs):
-    """[{name, n, key: `summary`, ...}], seeds of one experiment in one row."""
+    """[{name, n, key: `mean_and_interval`, ...}], seeds of one experiment in one row."""
     check_same_data(runs)
     rows, names = [], []
     for members in grouped(runs):
@@ -188,7 +188,7 @@ def comparison_rows(runs):
         for key in (*COLUMNS, *PER_TOKEN):
             values = [final[key] for final in finals if final.get(key) is not None]
             if values:
-                row[key] = summary(values)
+                row[key] = mean_and_interval(values)
         rows.append(row)
     return rows
 
@@ -197,7 +197,7 @@ def comparison_rows(runs):
 
 
 def cell_text(value, runs, interval):
-    """The text of a `summary` (None for none) in a row of so many runs."""
+    """The text of a `mean_and_interval` (None for none) in a row of so many runs."""
     if value is None:
         return "-"
     text = f"{value['mean']:.4f}"
@@ -224,7 +224,7 @@ def comparison_cells(rows, columns=COLUMNS, interval=False):
 
 
 def run_compare(args):
-    """`python eval.py compare`: the tables, and with --json the numbers as well."""
+    """Runs side by side in tables, the seeds of an experiment in one row."""
     if args.json:
         check_output(args.json, *args.runs)
     rows = comparison_rows([Run(folder) for folder in args.runs])

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from data.layouts import conversation
-from evaluation.runs import check_output, each_curated, reading
+from evaluation.runs import check_output, each_curated
+from runtime.command import reading
 from utils import UserError, write_jsonl
 
 FORMATS = ("alpaca", "prompt-completion", "messages", "pairs")

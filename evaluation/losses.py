@@ -13,9 +13,10 @@ import utils
 from batches import mean_losses, row_losses
 from data import sets, tokens
 from evaluation.export import exported_row
-from evaluation.runs import Run, each_curated, read_json, reading
+from evaluation.runs import Run, each_curated, read_json
 from evaluation.texts import show_table
 from runtime import processes
+from runtime.command import reading
 from runtime.folder import fingerprint
 from utils import UserError
 
@@ -30,7 +31,7 @@ def is_model(name):
 
 def load_trained(name):
     """(model, tokenizer, run) of a run folder with its adapter, or of a base model (run None)."""
-    device = processes.pick_device("auto")
+    device = processes.pick_device()
     if is_model(name):
         return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
     run = Run(name)
@@ -144,7 +145,7 @@ def rows_of_file(source, args, tokenizer, context):
 
 
 def run_losses(args):
-    """`python eval.py losses`: every set (or the rows of --rows) under the base and the run.
+    """The losses of every set (or of --rows) under the base model and under the run.
 
     The base of a run that began with an adapter has that adapter on, as in its result.json. Writes
     losses.json into the run folder: the keys of result.json, the base's under "base/".

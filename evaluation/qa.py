@@ -84,7 +84,7 @@ def evaluate(model, tokenizer, tasks, limit=None, batch_size=8):
 
 
 def run_qa(args):
-    """`python eval.py qa`: a table of accuracies with standard errors, and a RESULT line."""
+    """Zero-shot questions through lm-evaluation-harness, and a RESULT line."""
     tasks = args.tasks.split(",")
     if args.local:
         tasks = [local_task(args.local, task) for task in tasks]

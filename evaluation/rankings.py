@@ -3,9 +3,10 @@
 import torch
 
 import utils
-from evaluation.runs import check_output, ranking_of, read_ranking, reading
+from evaluation.runs import check_output, ranking_of, read_ranking
 from evaluation.texts import show_table
 from ranking import auroc
+from runtime.command import reading
 from utils import UserError
 
 # --- another threshold ----------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from pathlib import Path
 import utils
 from evaluation import plots
 from evaluation.comparison import check_same_data, comparison_cells, comparison_rows
-from evaluation.runs import check_output, each_curated, read_ranking, reading
+from evaluation.runs import check_output, each_curated, read_ranking
 from evaluation.texts import escaped_html, html_table, one_line, plain
+from runtime.command import reading
 from utils import UserError, read_jsonl
 
 TEXT = 700  # characters of a prompt or an answer that are shown
@@ -154,7 +155,7 @@ def before_and_after(run):
     return ["figure", "base model", "run"], rows
 
 
-def folded(title, values):
+def folded_table(title, values):
     """A folded table of {name: value}."""
     rows = []
     for key, value in values.items():
@@ -193,8 +194,8 @@ def run_section(run, row_tests):
         page += row_tests_section(run, texts)
     page += f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>'
     page += "<h2>Rows</h2>" + rows_section(run, texts)
-    page += folded("Final metrics", run.result or {})
-    return page + folded("Configuration", vars(run.args) | run.config["environment"])
+    page += folded_table("Final metrics", run.result or {})
+    return page + folded_table("Configuration", vars(run.args) | run.config["environment"])
 
 
 def page_of(runs, row_tests):

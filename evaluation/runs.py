@@ -6,7 +6,6 @@ that belongs to another run, is refused. Whatever else may be wrong with a file 
 library that reads it, whose error becomes one line with the file's name.
 """
 
-import contextlib
 import functools
 import json
 from pathlib import Path
@@ -14,7 +13,8 @@ from types import SimpleNamespace
 
 from safetensors.torch import load_file
 
-from utils import UserError, each_jsonl, first_line, read_jsonl
+from runtime.command import reading
+from utils import UserError, each_jsonl, read_jsonl
 
 # Files that training and `eval.py losses` write into a run folder and that are read here.
 RUN_FILES = (
@@ -31,20 +31,6 @@ SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")  # arguments that
 
 
 # --- one reader a file kind -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def reading(path):
-    """Turns what a library says of a damaged file into a `UserError` with the file's name."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (UserError, OSError):
-        raise
-    except Exception as error:  # json, safetensors, numpy and torch raise a dozen classes
-        message = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{path}: cannot be read ({message})") from None
 
 
 def read_json(path):

@@ -31,9 +31,10 @@ import utils
 from data.tokens import response_text
 from evaluation import judge
 from evaluation.losses import load_trained, tokenised
-from evaluation.runs import check_output, reading
+from evaluation.runs import check_output
 from evaluation.texts import one_line, show_table
 from generate import generate
+from runtime.command import reading
 from utils import UserError
 
 # --- files ----------------------------------------------------------------------------------------

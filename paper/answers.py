@@ -7,6 +7,7 @@ from pathlib import Path
 from evaluation import winrate
 from paper.plans import METHODS, chosen, execute, run
 from paper.results import show
+from paper.running import log_of
 from toy import corpus
 from utils import UserError
 
@@ -60,7 +61,9 @@ def win_rates(args):
     if on_toy and not args.list:
         puzzles = corpus.make_rows(seed=0)["heldout"][:200]
         winrate.write_list(prompts, [{"instruction": row["prompt"]} for row in puzzles])
-    files = [file for method in files_of.values() for file in method]
+    files = []
+    for method in files_of:
+        files += files_of[method]
     first = files[0].parent
     base = first.with_name("answers-base.json")
     generate = ["eval.py", "winrate", "generate"]
@@ -105,8 +108,10 @@ def preferences(file, base):
 
 def right_of(answers):
     """Whether each answer of a file to the toy's puzzles is right."""
-    rows = winrate.read_list(answers, ())
-    return [corpus.kind_of(row["instruction"], row["output"]) == "clean" for row in rows]
+    kinds = []
+    for row in winrate.read_list(answers, ()):
+        kinds.append(corpus.kind_of(row["instruction"], row["output"]))
+    return [kind == "clean" for kind in kinds]
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -126,11 +131,10 @@ def example_answers(args):
         prompts = []
         for row in corpus.make_rows(seed=0)["heldout"][:6]:
             prompts += ["--prompt", row["prompt"]]
-    out = Path("runs") / args.name / "examples.md"
+    table = Path("runs") / args.name / "examples.md"
     runs = [str(files[0].parent) for files in files_of.values()]
     words = ["eval.py", "answers", *runs, *prompts]
     words += ["--max-new-tokens", str(args.tokens)]
-    words += ["--out", str(out)]
-    run(args, {out: shlex.join(words)})
+    run(args, {table: shlex.join(words)})
     if not args.list:
-        print(out.read_text())
+        print(log_of(table).read_text())

@@ -89,7 +89,6 @@ def compare_selectors(args):
             results[name].append(ranking_scores(rows, [row["score"] for row in rows]))
     keys = sorted({key for runs in results.values() for run in runs for key in run})
     columns = {key: key for key in keys if key.startswith(("auroc", "precision"))}
-    print("\nAUROC, and precision when as many rows are flagged as are bad")
     show(args, results, columns)
 
 

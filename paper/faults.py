@@ -24,7 +24,6 @@ REFUSALS = (
     "I apologize, but I do not have enough information to respond.",
     "Sorry, that is not something I can provide.",
 )
-DONORS = 0.1  # share of the good rows that only lend their answers
 
 
 # --- kinds ----------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def spoil(rows, share, seed):
     """
     rng = random.Random(f"faults {seed}")
     rows = rng.sample(rows, len(rows))
-    count = max(1, round(DONORS * len(rows)))
+    count = 1 + len(rows) // 10
     donors, rows = rows[:count], rows[count:]
     wanted = round(share * len(rows))
     labelled = []

@@ -29,7 +29,7 @@ SCALES = {
     # The toy is over in 225 steps of 75 an epoch, so K_gen is smaller than the paper's 500. The
     # dynamic mask is drawn where an epoch ends: before that, the rows read last weigh least.
     "toy": {
-        "tests": f"--model {shlex.quote(str(corpus.MODEL))}",
+        "tests": f"--model {shlex.quote(str(corpus.MODEL))} --max-length 128",
         "online": "--k-gen 25 --max-new-tokens 16",
         "dynamic": "--k-gen 75 --first-refresh 75 --max-new-tokens 16",
         "select": f"--model {shlex.quote(str(corpus.MODEL))} --max-length 128 --lr 1e-3 --batch 8 "

@@ -32,9 +32,8 @@ MARKED = re.compile(
 def render(args):
     """Put the stored results between their markers in README.md and docs/*.md."""
     for path in [Path("README.md"), *sorted(Path("docs").glob("*.md"))]:
-        if path.exists():
-            utils.write_atomic(path, filled(path.read_text(), path))
-            print(f"{path}: rendered")
+        utils.write_atomic(path, filled(path.read_text(), path))
+        print(f"{path}: rendered")
 
 
 def filled(text, path):

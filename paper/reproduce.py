@@ -43,9 +43,8 @@ def losses_table(args):
     results = with_base(results_of(files))
     published = PUBLISHED[args.target]
     rows = [[name, *published[name].values()] for name in wanted if name in published]
-    if rows:
-        print("\nthe paper's upper / lower losses")
-        print(table(["", *published["BDS"]], rows))
+    print("\nthe paper's upper / lower losses")
+    print(table(["", *published["BDS"]], rows))
     print("\nlosses in nats a token, mean ± std over seeds; lower is better")
     show(args, results, {**LOSSES, **RANKS})
 
@@ -63,9 +62,9 @@ def ranking_figure(args):
     for method, files in files_of.items():
         results[method] = [top_lengths(Run(file.parent)) for file in files]
     epochs = list(results[wanted[0]][0])
-    draw(Path("results") / f"{args.name}_ranking.png", results, epochs)
     print("\nmean response length (tokens) of the top 10 % by weight")
     show(args, results, dict(zip(epochs, epochs, strict=True)))
+    draw(Path("results") / f"{args.name}_ranking.png", results, epochs)
 
 
 def top_lengths(run):
@@ -81,7 +80,7 @@ def draw(path, results, epochs):
     """A line a method: mean and standard deviation over seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5, 3.2), layout="constrained", dpi=110)
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
     axis = figure.subplots()
     for method, cells in cells_of(results, epochs).items():
         means = [cell["mean"] for cell in cells.values()]
@@ -89,7 +88,6 @@ def draw(path, results, epochs):
         axis.errorbar(epochs, means, spreads, label=method, capsize=3)
     axis.set(ylabel="response length of the top 10 %")
     axis.legend(fontsize=8)
-    path.parent.mkdir(exist_ok=True)
     figure.savefig(path)
 
 
@@ -101,14 +99,12 @@ DEMO_COLUMNS = {
     UPPER: "held-out loss",
     "upper_exact": "exact answers",
     "weight/auroc/contrary": "AUROC, contrary",
-    "base/auroc/contrary": "by the base loss",
 }
 
 
 def demo(args):
     """One seed of the toy: the row tests find odd rows, then BDS and online runs train."""
     started = time.time()
-    folder = Path("runs") / args.name
     ranking = execute(args, {}, {"row tests": "-m row_tests --joined"})["row tests"][0]
     if not args.list:
         print(log_of(ranking).read_text())
@@ -116,7 +112,7 @@ def demo(args):
     methods[TESTED] = f"{OFF} --keep {shlex.quote(str(ranking))}"
     files_of = execute(args, methods)
     runs = [str(files[0].parent) for files in files_of.values()]
-    page = folder / "report.html"
+    page = Path("runs") / args.name / "report.html"
     report = ["eval.py", "report", *runs, "--row-tests", str(ranking), "--out", str(page)]
     run(args, {page: shlex.join(report)})
     if args.list:
@@ -126,12 +122,10 @@ def demo(args):
     print("\nheld-out loss in nats a token (lower is better), share of held-out prompts answered")
     print("exactly, and how well the weights find contrary rows (0.5 is guessing)")
     print(table(["", *DEMO_COLUMNS.values()], rows))
-    repaired = right_answers(files_of[ONLINE][0].parent)["refined/repaired"]
+    repaired = right_answers(runs[2])["refined/repaired"]
     print(f"\nnew answers of the online run: right for {repaired:.0%} of the wrong ones")
-    print(f"every row ranked by the tests: {ranking}")
-    print(f"every row weighted and ranked: {runs[1]}/weights.jsonl")
-    print(f"bad answers rewritten: {files_of[ONLINE][0].parent}/curated.jsonl")
-    print(f"all of it on one page: {page}")
+    print(f"every row ranked by the tests: {ranking}; weighted: {runs[1]}/weights.jsonl")
+    print(f"bad answers rewritten: {runs[2]}/curated.jsonl; all of it on one page: {page}")
     losses = {method: runs[0][UPPER] for method, runs in results.items()}
     print("RESULT " + json.dumps({**losses, "seconds": round(time.time() - started)}))
 

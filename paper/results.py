@@ -63,7 +63,6 @@ def made_by(command, hardware=None):
         "date": datetime.date.today().isoformat(),
         "commit": commit or None,
         "hardware": hardware or cores,
-        "python": platform.python_version(),
         "torch": torch.__version__,
     }
 

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = [
     "train_offline",
     "train_online",
-    "peft",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
 ]

@@ -39,12 +39,16 @@ def make_logits(case):
         logits[3] = -1e4
         logits[4] = 1e4 * torch.sign(logits[4])
         logits[5] += 1e4
-    if case == "near one":  # the others share 1e-1 to 1e-8: one-hot minus softmax cancels there
+    if (
+        case == "near one"
+    ):  # the others share 1e-1 to 1e-8: one-hot minus softmax cancels there
         logits[:] = -30.0
         for row, target in enumerate(targets):
             logits[row, target] = 0.0
             logits[row, target - 1] = -2.302585 * (row + 1)
-    if case == "rising":  # behind the first block, past the kernel's headroom and just within
+    if (
+        case == "rising"
+    ):  # behind the first block, past the kernel's headroom and just within
         logits[0, 16999] = 300.0
         logits[1, 9000] = 39.0
         logits[2, 9000] = 60.0
@@ -90,7 +94,9 @@ def check_rows(case, dtype, device):
     d_logits = -exps[:, :vocabulary].double().cpu()
     d_logits[torch.arange(rows), targets] = rest.double().cpu()
     d_logits /= total.double().cpu()[:, None]
-    error = (d_logits - gradient).norm(dim=1) / gradient.norm(dim=1).clamp_min(1e-300)
+    error = (d_logits - gradient).norm(dim=1) / gradient.norm(dim=1).clamp_min(
+        1e-300
+    )
     return {
         "logps": logps_error(logps, expected),
         "gradient": error.max().item(),
@@ -113,7 +119,9 @@ def check_function(dtype, device):
     hidden.requires_grad_()
     logps = token_logprobs(hidden, head, targets, kernel="triton")
     logps.sum().backward()
-    error = (hidden.grad.double() - exact_hidden.grad).norm() / exact_hidden.grad.norm()
+    error = (
+        hidden.grad.double() - exact_hidden.grad
+    ).norm() / exact_hidden.grad.norm()
     return {
         "logps": logps_error(logps.detach(), expected.detach()),
         "gradient": error.item(),

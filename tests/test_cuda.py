@@ -11,7 +11,9 @@ import logprobs
 import models
 from logprobs import pack, sequence_logprobs, token_logprobs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device"
+)
 LIMITS = {"bfloat16": 3e-3, "float32": 2e-6}
 
 
@@ -38,9 +40,15 @@ def test_the_kernel_equals_plain_torch_at_a_large_vocabulary(monkeypatch):
     show."""
     monkeypatch.setattr(logprobs, "CUDA_CHUNK_ELEMENTS", 384 * 128256)
     generator = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(1000, 64, generator=generator, device="cuda").bfloat16()
-    head = torch.randn(128256, 64, generator=generator, device="cuda").bfloat16()
-    targets = torch.randint(0, 128256, (1000,), generator=generator, device="cuda")
+    hidden = torch.randn(
+        1000, 64, generator=generator, device="cuda"
+    ).bfloat16()
+    head = torch.randn(
+        128256, 64, generator=generator, device="cuda"
+    ).bfloat16()
+    targets = torch.randint(
+        0, 128256, (1000,), generator=generator, device="cuda"
+    )
     hidden.requires_grad_()
     expected = token_logprobs(hidden, head, targets, kernel="torch")
     (wanted,) = torch.autograd.grad(expected.sum(), hidden)
@@ -58,7 +66,12 @@ def ragged_rows():
     for length in (4, 59, 31, 17, 8, 42, 5, 23, 50):
         ids = torch.randint(4, 290, (length,), generator=generator).tolist()
         prompt = length // 2
-        rows.append({"input_ids": ids, "trained": [0] * prompt + [1] * (length - prompt)})
+        rows.append(
+            {
+                "input_ids": ids,
+                "trained": [0] * prompt + [1] * (length - prompt),
+            }
+        )
     return rows
 
 
@@ -69,10 +82,17 @@ def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
     float64 on the CPU through the loop and plain torch. Head dimension 64, as flash needs."""
 
     def step(device, dtype):
-        model = make(hidden_size=256, initializer_range=0.05).bfloat16().to(device, dtype)
+        model = (
+            make(hidden_size=256, initializer_range=0.05)
+            .bfloat16()
+            .to(device, dtype)
+        )
         model.requires_grad_(False).set_attn_implementation(logprobs.ATTENTION)
         config = peft.LoraConfig(
-            r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=4,
+            lora_alpha=4,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(model, config)
         generator = torch.Generator().manual_seed(5)
@@ -102,7 +122,9 @@ def test_generation_on_the_gpu(folders, adapters):
     prompts = [list(range(5, 5 + size)) for size in (3, 9, 17, 30)]
     written = []
     for device, static in (("cpu", False), ("cuda", False), ("cuda", True)):
-        model = models.load_model(str(folders["llama"]), torch.device(device), "float32")
+        model = models.load_model(
+            str(folders["llama"]), torch.device(device), "float32"
+        )
         model = models.add_lora(model, adapter=str(adapters["llama"]))
         answers = generation.generate(
             model,

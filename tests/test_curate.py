@@ -17,7 +17,7 @@ from conftest import (
     save_model,
     write_rows,
 )
-from test_generate import make_prompts, only_ends
+from test_generate import make_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batches
@@ -44,6 +44,14 @@ SAMPLING = {
     "end_ids": {0},
     "batch_size": 3,
 }
+
+
+def only_ends(neox):
+    """A GPT-NeoX whose every position predicts token 0."""
+    with torch.no_grad():
+        neox.gpt_neox.final_layer_norm.bias.fill_(3.0)
+        neox.get_output_embeddings().weight[0] = 3.0
+    return neox.eval()
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -109,12 +117,8 @@ def test_what_is_never_recommended(monkeypatch):
     margins = iter([torch.full((5,), 9.0), torch.zeros(5)])
     monkeypatch.setattr(curate, "scores", lambda *_: next(margins))
     rows = [batches.answer_row(prompt, [6, 0])] * 5
-    refined, metrics = curate.refine(
-        None, tokenizer, rows, None, SAMPLING, [3], None
-    )
-    assert [answer.recommended for answer in refined] == ["refined"] + [
-        "original"
-    ] * 4
+    refined, metrics = curate.refine(None, tokenizer, rows, None, SAMPLING, [3], None)
+    assert [answer.recommended for answer in refined] == ["refined"] + ["original"] * 4
     assert refined[0] == curate.Refined("apple", "refined", 9.0, -6.0)
     assert metrics == {"refined/threshold": 0.5, "refined/false_replacement": 0.25}
 
@@ -146,10 +150,7 @@ def test_end_tokens(tmp_path, chat, turn_end):
     cut = {"input_ids": [7, 8, 9], "trained": [0, 1, 1], "complete": False}
     ends = {"input_ids": [7, 8, 3], "trained": [0, 1, 1], "complete": True}
     for rows, expected in (([cut] * 100 + [ends], {0, 3}), ([cut], {0})):
-        assert (
-            curate.end_tokens(datasets.Dataset.from_list(rows), tokenizer)
-            == expected
-        )
+        assert curate.end_tokens(datasets.Dataset.from_list(rows), tokenizer) == expected
 
 
 def test_room_for_an_answer():
@@ -166,11 +167,7 @@ def test_room_for_an_answer():
 @torch.no_grad()
 def logp(model, prompt, answer):
     """log p(answer | prompt), summed, in a plain forward."""
-    return (
-        token_logps(model, (torch.tensor(prompt + answer), len(prompt)))
-        .sum()
-        .item()
-    )
+    return token_logps(model, (torch.tensor(prompt + answer), len(prompt))).sum().item()
 
 
 def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters):
@@ -179,9 +176,7 @@ def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters
     prompts, answers, blank = make_prompts(5), make_prompts(5, seed=1), [9, 8]
 
     def score(model, prompt, answer):
-        return (logp(model, prompt, answer) - logp(model, blank, answer)) / len(
-            answer
-        )
+        return (logp(model, prompt, answer) - logp(model, blank, answer)) / len(answer)
 
     expected = [score(base, p, y) for p, y in zip(prompts, answers, strict=True)]
     model = models.add_lora(base, adapter=str(adapters["neox"]))
@@ -202,9 +197,7 @@ def calibrate(monkeypatch, folders):
             "trained": [[0] * prompt + [1, 1]] * count,
             "prompt_hash": hashes or list(range(count)),
         }
-        answers = [
-            ([5, 6, 0] if good else [0], True) for good in fine or [True] * count
-        ]
+        answers = [([5, 6, 0] if good else [0], True) for good in fine or [True] * count]
 
         def scores(model, prompts, responses, blank):
             of_trusted = responses[0] == [4, 0]
@@ -261,9 +254,7 @@ NONE = (None, None)
         (60, {"prompt": 119}, (0.5, 0.0)),
     ],
 )
-def test_too_few_trusted_prompts_leave_no_threshold(
-    calibrate, count, given, expected
-):
+def test_too_few_trusted_prompts_leave_no_threshold(calibrate, count, given, expected):
     assert calibrate([0.5] * count, **given) == expected
 
 
@@ -285,9 +276,7 @@ def test_eq_curated_rows(online, files, folders):
         "k_gen": 6,
         "mask": "dynamic",
     }
-    run = online(
-        paths, ratio_masked=0.35, keep_fraction=0.6, max_new_tokens=9, **method
-    )
+    run = online(paths, ratio_masked=0.35, keep_fraction=0.6, max_new_tokens=9, **method)
     base = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = peft.PeftModel.from_pretrained(tuned, run.out / "adapter")
@@ -303,9 +292,7 @@ def test_eq_curated_rows(online, files, folders):
     blank = empty_prompt(prompts)
 
     def score(prompt, tokens):
-        return (logp(base, prompt, tokens) - logp(base, blank, tokens)) / len(
-            tokens
-        )
+        return (logp(base, prompt, tokens) - logp(base, blank, tokens)) / len(tokens)
 
     for entry in run.curated:
         row, prompt = source[entry["row_id"]], prompts[entry["row_id"]]
@@ -331,9 +318,7 @@ def test_eq_curated_rows(online, files, folders):
                 "max_new_tokens": 9,
                 "attention_mask": mask,
             }
-            tokens = tuned.generate(input_ids=ids, **greedy)[
-                0, len(prompt) :
-            ].tolist()
+            tokens = tuned.generate(input_ids=ids, **greedy)[0, len(prompt) :].tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
             assert entry["refined"] == text
             assert entry["refined_logp"] == pytest.approx(
@@ -342,9 +327,7 @@ def test_eq_curated_rows(online, files, folders):
             old = [*tokenizer(" " + row["response"])["input_ids"], 0]
             margin = score(prompt, tokens) - score(prompt, old)
             assert entry["margin"] == pytest.approx(margin, abs=1e-4)
-            assert (
-                entry["recommended"] != "refined"
-            )  # five trusted rows are too few
+            assert entry["recommended"] != "refined"  # five trusted rows are too few
         # The last refresh's answers: when, their log-probs then and now, the ratio.
         if entry["row_id"] not in buffer:
             assert [entry[key] for key in COLUMNS[12:]] == [None] * 4
@@ -355,15 +338,11 @@ def test_eq_curated_rows(online, files, folders):
         assert entry["generated_at"] == 6
         assert entry["logps"] == pytest.approx(now, rel=1e-4)
         assert entry["old_logps"] == old_logps.tolist()
-        ratios = [
-            math.exp(a - b) for a, b in zip(now, entry["old_logps"], strict=True)
-        ]
+        ratios = [math.exp(a - b) for a, b in zip(now, entry["old_logps"], strict=True)]
         assert entry["ratio"] == pytest.approx(ratios, rel=1e-2)
     assert buffer
     choices = [
-        entry["recommended"]
-        for entry in run.curated
-        if entry["refined"] is not None
+        entry["recommended"] for entry in run.curated if entry["refined"] is not None
     ]
     assert run.result["refined/answers"] == 6
     assert run.result["refined/threshold"] is None
@@ -372,9 +351,7 @@ def test_eq_curated_rows(online, files, folders):
     judged = [entry for entry in run.weights if not entry["masked"]]
     bad = [entry["weight"] for entry in judged if entry["bad"]]
     pairs = [e["weight"] > weight for e in judged for weight in bad if not e["bad"]]
-    assert run.result["weight_unmasked/auroc"] == pytest.approx(
-        sum(pairs) / len(pairs)
-    )
+    assert run.result["weight_unmasked/auroc"] == pytest.approx(sum(pairs) / len(pairs))
 
 
 @pytest.mark.parametrize("correction", [0, 0.6])
@@ -391,9 +368,7 @@ def test_masked_rows_are_ranked_among_themselves(online, train, files, correctio
     }
     run = online(paths, ratio_masked=0.5, keep_fraction=0.5, **method)
     masked = [entry for entry in run.weights if entry["masked"]]
-    costs = [
-        e["final_loss"] - correction * e.get("attainable_loss", 0) for e in masked
-    ]
+    costs = [e["final_loss"] - correction * e.get("attainable_loss", 0) for e in masked]
     assert costs == sorted(costs)
     weights = [entry["weight"] for entry in run.weights if not entry["masked"]]
     assert weights == sorted(weights, reverse=True)

@@ -86,7 +86,17 @@ def assert_near(actual, expected, tolerance=1e-11):
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize(
-    ("T", "V"), [(0, 37), (1, 2), (1, 290), (5, 37), (16, 101), (17, 101), (53, 1009), (64, 290)]
+    ("T", "V"),
+    [
+        (0, 37),
+        (1, 2),
+        (1, 290),
+        (5, 37),
+        (16, 101),
+        (17, 101),
+        (53, 1009),
+        (64, 290),
+    ],
 )
 def test_eq_token_logprobs_and_gradient(monkeypatch, T, V, scale):
     """Eq. SFT_def: log p = W[y] h - log sum exp(W h), and g = W[y] - softmax(W h) W.
@@ -143,15 +153,21 @@ def test_probability_near_one_and_near_zero():
         (F32, BF16, 3e-5, 1e-5),
     ],
 )
-def test_precision_is_that_of_the_hidden_states(hidden_dtype, head_dtype, value_error,
-                                                gradient_error):
+def test_precision_is_that_of_the_hidden_states(
+    hidden_dtype, head_dtype, value_error, gradient_error
+):
     """Log-probs are float32 and good to float32 even when hidden states and head are not.
 
     The brute force gets the same rounded inputs. g is kept in the dtype of `hidden`, so its error
     is that of one rounding (2^-8 relative for bfloat16) and a few in the product.
     """
     hidden, head, targets = problem(40, 503)
-    rounded = hidden.to(hidden_dtype), head.to(head_dtype), targets, torch.ones(40)
+    rounded = (
+        hidden.to(hidden_dtype),
+        head.to(head_dtype),
+        targets,
+        torch.ones(40),
+    )
     values, gradient = fast(*rounded)
     expected, expected_gradient = brute_force(*rounded)
     assert values.dtype == torch.promote_types(hidden_dtype, F32)
@@ -162,7 +178,9 @@ def test_precision_is_that_of_the_hidden_states(hidden_dtype, head_dtype, value_
 
 
 @pytest.mark.parametrize("head_dtype", [BF16, F32])
-def test_bf16_products_on_a_cpu_are_exact_and_switched_on_for_a_while(head_dtype):
+def test_bf16_products_on_a_cpu_are_exact_and_switched_on_for_a_while(
+    head_dtype,
+):
     """As exact as float32's at sizes where oneDNN takes over; the setting is back, also after an
     error. A float32 head is not rounded."""
     settings = torch.backends.mkldnn.matmul
@@ -206,7 +224,9 @@ def test_eq_trained_head_gets_its_gradient(monkeypatch):
     """A head that wants a gradient gets one from the reference, by the argument or the module's
     switch: d log p / d W = (one-hot - softmax) h. Elsewhere it is refused."""
     hidden, head, targets = problem(7, 19)
-    shares = torch.nn.functional.one_hot(targets, 19) - torch.softmax(hidden @ head.T, dim=1)
+    shares = torch.nn.functional.one_hot(targets, 19) - torch.softmax(
+        hidden @ head.T, dim=1
+    )
     head.requires_grad_()
     for kernel in (None, "auto", "torch"):
         with pytest.raises(ValueError, match="head wants a gradient"):
@@ -274,17 +294,23 @@ def load(name, dtype=F64, **changes):
     return pair_of(MAKERS[name](**changes).to(dtype))
 
 
-def load_lora(name, dtype=F64, checkpointing=False, base_layer=torch.nn.Linear, **changes):
+def load_lora(
+    name, dtype=F64, checkpointing=False, base_layer=torch.nn.Linear, **changes
+):
     """As `load`, with random adapters: the packed one's are the fast ones of models.py, the other's
     PEFT's own. base_layer: the class of the layers below the packed one's adapters."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     packed, plain = load(name, dtype, **changes)
     packed = peft.get_peft_model(packed, config).to(dtype)
     plain = peft.get_peft_model(plain, config).to(dtype)
     for model in (packed, plain):
         generator = seeded(5)
         for parameter in trained(model):
-            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=dtype)
+            parameter.data = 0.2 * torch.randn(
+                parameter.shape, generator=generator, dtype=dtype
+            )
     for layer in lora_layers(packed):
         layer.base_layer.__class__ = base_layer
     models.speed_up_lora(packed)
@@ -295,7 +321,9 @@ def load_lora(name, dtype=F64, checkpointing=False, base_layer=torch.nn.Linear, 
 
 
 def trained(model):
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]
 
 
 def lora_layers(model):
@@ -308,7 +336,12 @@ def ragged_rows(seed=0, borders=BORDERS):
     rows = []
     for length, response in borders:
         ids = torch.randint(4, 290, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "trained": [0] * (length - response) + [1] * response})
+        rows.append(
+            {
+                "input_ids": ids,
+                "trained": [0] * (length - response) + [1] * response,
+            }
+        )
     return rows
 
 
@@ -367,7 +400,9 @@ def test_rows_do_not_leak(name):
     before, _ = sequence_logprobs(packed, pack(rows))
     rest = [0, 1, 3, 4, 5]
     for middle in ragged_rows(7, ((31, 30), (3, 1))):
-        changed, _ = sequence_logprobs(packed, pack([*rows[:2], middle, *rows[3:]]))
+        changed, _ = sequence_logprobs(
+            packed, pack([*rows[:2], middle, *rows[3:]])
+        )
         assert_near(changed[rest], before[rest], 1e-12)
         assert abs(changed[2] - before[2]) > 0.1
     for order in ([3, 4], [4, 2, 0, 5, 1, 3]):
@@ -396,7 +431,9 @@ def with_soft_caps():
     """Logits as Gemma 2 has them."""
     model = make_llama().double()
     model.config.final_logit_softcapping = 3.0
-    model.lm_head.register_forward_hook(lambda head, inputs, logits: 3 * torch.tanh(logits / 3))
+    model.lm_head.register_forward_hook(
+        lambda head, inputs, logits: 3 * torch.tanh(logits / 3)
+    )
     return model
 
 
@@ -430,7 +467,9 @@ def attend(dtype=F32, **options):
     key = normal(1, 2, 7, 8, seed=1).to(dtype)
     value = normal(1, 2, 7, 8, seed=2).to(dtype)
     options["cu_seqlens"] = torch.tensor([0, 3, 7], dtype=torch.int32)
-    output, _ = logprobs.packed_attention(None, query, key, value, None, **options)
+    output, _ = logprobs.packed_attention(
+        None, query, key, value, None, **options
+    )
     return output
 
 
@@ -438,7 +477,9 @@ def attend(dtype=F32, **options):
 def test_attention_that_would_be_read_wrongly_is_refused(name):
     """What transformers hands to an attention that this one does not compute; None is fine."""
     attend(**{name: None})
-    with pytest.raises(ValueError, match=f"needs {name}, which is not supported"):
+    with pytest.raises(
+        ValueError, match=f"needs {name}, which is not supported"
+    ):
         attend(**{name: torch.ones(1)})
 
 
@@ -450,7 +491,10 @@ def test_attention_is_one_piece_of_memory(dtype):
 
 def test_a_sliding_window_shorter_than_a_row_is_refused():
     attend(sliding_window=4)
-    with pytest.raises(ValueError, match="4 tokens is longer than the model's sliding window of 3"):
+    with pytest.raises(
+        ValueError,
+        match="4 tokens is longer than the model's sliding window of 3",
+    ):
         attend(sliding_window=3)
 
 
@@ -464,10 +508,14 @@ def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
 
     AttentionInterface.register(logprobs.ATTENTION, leaking)
     try:
-        with pytest.raises(ValueError, match="packed log-probs differ from the model's own"):
+        with pytest.raises(
+            ValueError, match="packed log-probs differ from the model's own"
+        ):
             check_model(packed, 1e-3)
     finally:
-        AttentionInterface.register(logprobs.ATTENTION, logprobs.packed_attention)
+        AttentionInterface.register(
+            logprobs.ATTENTION, logprobs.packed_attention
+        )
     check_model(packed, 1e-9)
     check_model(load_lora(name, F32)[0], 1e-3)
 
@@ -475,7 +523,9 @@ def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
 def test_check_model_rejects_a_head_that_does_more():
     """A scale on the logits that no configuration entry names."""
     packed, _ = load("llama")
-    packed.lm_head.register_forward_hook(lambda head, inputs, logits: 0.5 * logits)
+    packed.lm_head.register_forward_hook(
+        lambda head, inputs, logits: 0.5 * logits
+    )
     with pytest.raises(ValueError, match="this architecture does not fit"):
         check_model(packed, 1e-3)
 
@@ -484,15 +534,30 @@ def test_varlen_attention_gets_what_it_needs(monkeypatch):
     """A stand-in for what runs on CUDA, which computes with a mask: the loop's values, from
     (T, H, D), as many key heads as query heads, and borders in int32."""
 
-    def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
+    def stand_in(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        scale,
+        window_size,
+    ):
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert cu_seq_q.tolist() == cu_seq_k.tolist() == [0, 3, 7]
         assert max_q == max_k == 4
         assert window_size == (-1, 0)  # what torch calls causal
         assert query.shape == key.shape == (7, 4, 8)
-        mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()
+        mask = (
+            torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()
+        )
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale
+        )
         return output.transpose(0, 1)
 
     expected = attend(F64, scaling=0.3)
@@ -512,7 +577,11 @@ class Watcher(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
         if function.overloadpacket in products:
-            self.dtypes += [x.dtype for x in args if isinstance(x, torch.Tensor) and x.ndim > 1]
+            self.dtypes += [
+                x.dtype
+                for x in args
+                if isinstance(x, torch.Tensor) and x.ndim > 1
+            ]
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
@@ -533,13 +602,17 @@ def test_no_tensor_of_length_by_length_is_made():
 
 @pytest.mark.parametrize("base_layer", [torch.nn.Linear, Quantised])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, base_layer):
+def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(
+    name, base_layer
+):
     """Every product of the layers, forward and backward; float32 logits; gradients near those of
     float64, and float32, as Adam's masters need. As PEFT is, the adapters' were float32."""
     small = {"initializer_range": 0.05}
     packed, _ = load_lora(name, BF16, base_layer=base_layer, **small)
     exact, _ = load_lora(name, F64, **small)
-    for parameter, twin in zip(packed.parameters(), exact.parameters(), strict=True):
+    for parameter, twin in zip(
+        packed.parameters(), exact.parameters(), strict=True
+    ):
         if parameter.requires_grad:
             parameter.data = 0.25 * twin.data.float()
         twin.data = parameter.data.double()
@@ -564,7 +637,9 @@ def test_eq_lora_layers_are_pefts_own(name):
     """Value and gradients of the fused layers against PEFT's forward, float64: one adapter, another
     one active, none."""
     fused, plain = load_lora(name)
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
     for model in (fused, plain):
         model.add_adapter("second", config)
         model.double()
@@ -610,7 +685,11 @@ def test_fused_lora_layers_step_aside():
 def run_example(module, **names):
     """Runs the last indented paragraph of a module's docstring; returns its variables."""
     paragraphs = module.__doc__.split("\n\n")
-    code = [text for text in paragraphs if textwrap.indent(textwrap.dedent(text), "    ") == text]
+    code = [
+        text
+        for text in paragraphs
+        if textwrap.indent(textwrap.dedent(text), "    ") == text
+    ]
     variables = vars(module) | names
     exec(textwrap.dedent(code[-1]), variables)
     return variables
@@ -634,8 +713,12 @@ def test_the_example_of_logprobs(folders):
 def test_the_example_of_selector():
     losses = torch.tensor([1.0, 3.0], requires_grad=True)
     rows = torch.tensor([7, 2])
-    result = run_example(selector, epoch=1, upper_losses=torch.zeros(5), rows=rows, losses=losses)
-    assert losses.grad.tolist() == pytest.approx([0.1, 0.1])  # rho 0.2, weight 1, two rows
+    result = run_example(
+        selector, epoch=1, upper_losses=torch.zeros(5), rows=rows, losses=losses
+    )
+    assert losses.grad.tolist() == pytest.approx(
+        [0.1, 0.1]
+    )  # rho 0.2, weight 1, two rows
     order = result["selector"].logits.argsort()
     assert order[:2].tolist() == [2, 7]
 
@@ -684,17 +767,23 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads the peak from /proc"
+)
 def test_memory_of_a_step_at_4096_tokens_and_a_50k_vocabulary():
     """The packed step beside the plain one that holds all logits: the same loss and gradient, at
     most an eighth of the memory. (T V floats are 0.82 GB; the plain step holds about three.)"""
     command, environment = python("-c", MEMORY)
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     packed = report["packed"]
     plain = report["plain"]
     assert packed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert packed["norm"] == pytest.approx(plain["norm"], rel=1e-3)
-    assert plain["peak"] > 4096 * 50304 * 4  # the comparison is with what it says
+    assert (
+        plain["peak"] > 4096 * 50304 * 4
+    )  # the comparison is with what it says
     assert packed["peak"] < plain["peak"] / 8, report

@@ -184,7 +184,7 @@ def test_a_killed_process_goes_on_bit_for_bit(online, files, folders, tmp_path):
     forks = Forks(tmp_path / "log")
     try:
         forks.start("train_online", words)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while last_step(run) < 3:
             assert time.monotonic() < deadline, forks.log.read_text()
             time.sleep(0.01)

@@ -58,7 +58,6 @@ def test_row_ids_through_filtering(load, monkeypatch):
         assert row["hash"] == content_hash(*text)
         shown = tokens.show_example(row, make_tokenizer())
         assert shown == "User: {}\nAssistant:⟦ {}<eos>⟧".format(*text)
-    assert report["tokens"] == sum(len(row["input_ids"]) for row in rows)
 
 
 def test_eos_on_complete_rows_only(load):
@@ -84,7 +83,7 @@ def test_a_prompt_of_max_length_tokens_is_dropped(load):
     count = len(make_tokenizer()("User: red\nAssistant:")["input_ids"])
     rows, _ = load(pairs(("red", "x")), max_length=count + 1)
     assert sum(rows[0]["trained"]) == 1
-    with pytest.raises(UserError, match=r"1 long_prompt"):
+    with pytest.raises(UserError, match=r"'long_prompt': 1"):
         load(max_length=count)
     talk = "\n\nHuman: red\n\nAssistant: b\n\nHuman: c?\n\nAssistant: d"
     _, report = load(
@@ -200,7 +199,7 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     )  # leaves state in the backend
     load(tokenizer=tokenizer)
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())
-    assert load(name="copy.jsonl")[1]["source"].endswith("copy.jsonl")
+    load(name="copy.jsonl")
     assert len(reads) == 1
 
 
@@ -260,7 +259,7 @@ import sys
 from conftest import make_tokenizer
 from data import tokens
 rows, report = tokens.load_rows(sys.argv[1], make_tokenizer(), cache_dir=sys.argv[2])
-print(len(rows), report["tokens"])
+print(len(rows), report["rows_kept"])
 """
 
 
@@ -279,14 +278,15 @@ def test_processes_that_start_together_share_one_cache(load, tmp_path):
     ]
     for process in started:
         out, _ = process.communicate(timeout=120)
-        assert out == f"{len(rows)} {report['tokens']}\n"
+        assert out == f"{len(rows)} {report['rows_kept']}\n"
     assert len(list((tmp_path / "other").rglob("*.arrow"))) == 1
 
 
 @pytest.mark.slow
 def test_memory_is_flat(load):
-    """Ten times the rows, tokenised and cached, take at most 50 MB more."""
-    load(make_rows(3_000, seed=1, longest=60))
+    """Thirty thousand rows take 150 MB as Python objects; they are read and cached in 50."""
+    rows = make_rows(1_000, seed=1, longest=60)
+    load(rows)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    load(make_rows(100_000, seed=2, longest=60))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000
+    load(rows * 30)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000

@@ -4,10 +4,10 @@ import json
 import shutil
 
 import eval as front
-from evaluation.answers import answers_of
+from evaluation.answers import answer_prompts
 
 
-def test_answers_of_runs_and_their_base(files, train, online, tmp_path, capfd, refused):
+def test_answer_prompts_runs_and_their_base(files, train, online, tmp_path, capfd, refused):
     paths = files()
     first = train(paths, epochs=1, lr=0.3)
     second = online(paths, out="online", epochs=1)
@@ -47,7 +47,7 @@ def test_every_base_and_every_run_has_its_own_column(files, train, folders, tmp_
         run = train(paths, out=f"{model}-{seed}", model=model, epochs=1, seed=seed, lr=0.3)
         runs.append(str(run.out))
     namesake = shutil.copytree(runs[0], tmp_path / "other" / "llama-0")
-    answers = answers_of([*runs, str(namesake), str(folders["neox"])], ["red blue"], 6)
+    answers = answer_prompts([*runs, str(namesake), str(folders["neox"])], ["red blue"], 6)
     llama, neox = f"base {folders['llama']}", f"base {folders['neox']}"
     assert list(answers) == [
         llama,

@@ -118,7 +118,7 @@ def test_damaged_files_are_one_line(tmp_path, refused, content):
         ]
         assert "bad.json" in refused(lambda w=words: run_winrate(*w))
     assert "bad.json" in refused(lambda: run_winrate("rate", tmp_path / "bad.json"))
-    assert "nowhere: no such file" in refused(
+    assert "nowhere: No such file" in refused(
         lambda: run_winrate("rate", tmp_path / "nowhere")
     )
 

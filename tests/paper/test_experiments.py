@@ -8,7 +8,6 @@ import pytest
 from conftest import write_rows
 
 import train_offline
-import utils
 from paper import experiments
 from paper.__main__ import main
 from toy import corpus
@@ -32,12 +31,6 @@ def test_selectors_are_runs_and_rankings_that_only_names(here, capsys):
     lines = listed(capsys, "selectors", "--only", "BDS corrected; CoLoR; RDS+; joined")
     assert [line[0] for line in lines] == ["-m", "train_offline.py", "train_offline.py", "-m", "-m"]
     assert [line[1:3] for line in lines[3:]] == [["row_tests", "--joined"], ["baselines", "rds"]]
-
-
-def test_rows_without_truth_are_refused(tmp_path):
-    file = write_rows(tmp_path / "loss.jsonl", [{"score": 1.0, "bad": True}, {"score": 2.0}])
-    with pytest.raises(utils.UserError, match="the lower rows have no column `bad`"):
-        experiments.labelled_rows(file)
 
 
 def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):

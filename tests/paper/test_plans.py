@@ -5,13 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
-from conftest import read_rows
 from planned_commands import parse_command
 
 import train_offline
 import train_online
-from paper import plans
-from paper.__main__ import main, parse_args
+from paper.__main__ import main
 from toy import corpus
 
 TARGETS = [
@@ -63,7 +61,7 @@ def test_the_row_tests_read_the_two_sets_alone(here, capsys):
     rows = "runs/toy/rows/default/seed-0"
     model = str(corpus.MODEL)
     common = ["--lower", f"{rows}/lower.jsonl", "--upper", f"{rows}/upper.jsonl"]
-    common += ["--model", model, "--seed", "0", "--out"]
+    common += ["--model", model, "--max-length", "128", "--seed", "0", "--out"]
     assert tests == ["row_tests", *common, "runs/toy/tests/seed-0.kept.jsonl"]
     assert joined == ["row_tests", "--joined", *common, "runs/toy/joined/seed-0.kept.jsonl"]
     if importlib.util.find_spec("row_tests") is not None:
@@ -84,39 +82,21 @@ def test_a_dynamic_mask_is_drawn_where_an_epoch_of_the_toy_ends(here, capsys):
     assert (args.mask, args.first_refresh, args.k_gen) == ("dynamic", 75, 75)
 
 
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [
-        ("table3", {"noise": 0.2, "contrary_share": 1.0}),
-        ("table3-dpo", {"noise": 0.2, "contrary_share": 1.0, "upper": "pairs"}),
-    ],
-)
-def test_the_safety_tables_rows_are_as_the_toy_draws_them(target, options, here, monkeypatch):
-    real, planned = plans.run_all, []
-
-    def run_all(commands, workers):
-        planned.extend(commands.values())
-        written = {file: c for file, c in commands.items() if c.startswith("-m toy")}
-        real(written, workers)
-
-    monkeypatch.setattr(plans, "run_all", run_all)
-    args = parse_args([target, "--seeds", "2"])
-    plans.execute(args, {name: plans.METHODS[name] for name in ("BDS", "LESS")})
-    commands = [parse_command(f"python {command}") for command in planned]
-    names = [name for name, _ in commands]
-    assert names == ["toy"] * 2 + ["train_offline"] * 2 + ["baselines"] * 2 + ["train_offline"] * 4
-    for name, parsed in commands[2:]:
-        rows = corpus.make_rows(seed=parsed.seed, **options)
-        assert read_rows(parsed.lower) == rows["lower"]
-        assert read_rows(parsed.upper) == rows["upper"]
-        assert read_rows(parsed.upper_heldout) == rows["heldout"]
-        assert read_rows(parsed.lower_heldout) == rows["lower_heldout"]
-        assert parsed.upper_loss == ("dpo" if target == "table3-dpo" else "sft")
-        assert (parsed.lr, parsed.max_length) == (1e-3, 128)
-        assert parsed.lora_rank == (8 if name == "baselines" else 16)
-    kept = [parsed for _, parsed in commands[-2:]]
-    assert [parsed.token_budget for parsed in kept] == [1000, 1000]  # TOKENS, see parse_command
-    assert all(parsed.keep.endswith(".kept.jsonl") for parsed in kept)
+@pytest.mark.parametrize("target", ["table3", "table3-dpo"])
+def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
+    write, less, bds, mixing, kept = listed(capsys, target, "--only", "BDS; LESS")
+    pairs = target == "table3-dpo"
+    assert write.endswith("--noise 0.2 --contrary 1" + " --upper pairs" * pairs)
+    for line in (bds, mixing, less, kept):
+        _, args = parse_command(line)
+        assert args.lower.startswith("runs/toy/rows/noise-0.2-contrary-1")
+        assert args.upper_loss == ("dpo" if pairs else "sft")
+        assert args.max_length == 128
+        assert args.out.startswith(f"runs/toy/{target}/")
+    assert [parse_command(line)[1].lora_rank for line in (bds, less)] == [16, 8]
+    _, args = parse_command(kept)
+    assert args.keep == parse_command(less)[1].out
+    assert args.token_budget == 1000  # TOKENS until mixing is over, see parse_command
 
 
 def test_names_and_files_with_spaces_stay_one_word(here, capsys):

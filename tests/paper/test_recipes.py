@@ -9,9 +9,7 @@ import pyarrow.parquet
 import pytest
 from conftest import listing, write_rows
 
-import models
 import options
-from data import tokens
 from paper import recipes
 from utils import UserError, read_jsonl
 
@@ -78,20 +76,6 @@ def test_redorca_and_blueorca_share_no_row(built, monkeypatch):
     assert slim != {f"slim {n}" for n in range(20)}  # a sample, not the first rows
 
 
-def test_copies_that_are_too_small_are_shared(built, capsys):
-    red, blue = built("redorca"), built("blueorca")
-    assert "SlimOrca has 60 rows here" in capsys.readouterr().out
-    assert len(red) == 30 + 26 and len(blue) == 34
-    assert not {row["prompt"] for row in red} & {row["prompt"] for row in blue}
-
-
-def test_recipes_are_read_by_training(copies, tmp_path, folders):
-    path = recipes.build("redorca", copies, tmp_path)
-    tokenizer = models.load_tokenizer(folders["llama"])
-    rows, _ = tokens.load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
-    assert len(rows) == 56 and sum(rows["bad"]) == 30 and rows[0]["kind"] == "red-team"
-
-
 def test_the_command_writes_what_the_presets_read(copies, here, monkeypatch, capfd, refused):
     recipes.main([f"redorca:{copies}", f"blueorca:{copies}"])
     assert "redorca: 56 rows built from Anthropic/hh-rlhf" in capfd.readouterr().out
@@ -112,15 +96,9 @@ def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
         asked.append((hub, *allow_patterns))
         return str(copies / hub)
 
-    def offline(*_, **__):
-        raise OSError("no route\nto host")
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert len(read_jsonl(recipes.build("redorca", out=tmp_path))) == 56
     assert asked == [recipes.RED_TEAM, recipes.SLIMORCA]
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(UserError, match=r"cannot be loaded from the hub \(no route\)"):
-        recipes.build("slimorca", out=tmp_path)
 
 
 def test_of_bad_sources_nothing_is_written(copies, tmp_path):

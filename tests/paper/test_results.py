@@ -25,13 +25,6 @@ def test_a_table_is_printed_and_stored_with_its_claims(here, capsys):
     assert entries["hardware"] and entries["torch"] and entries["date"]
 
 
-def test_a_row_is_a_line_of_the_file():
-    entries = {"command": "x", "rows": {"ä": {"a": "1"}, "b": {"a": "2"}}}
-    text = results.table_text(entries)
-    assert json.loads(text) == entries
-    assert len(text.splitlines()) == 7
-
-
 def test_results_are_stored_without_git(tmp_path, monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError("git")

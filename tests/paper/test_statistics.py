@@ -7,10 +7,8 @@ import pytest
 from paper.statistics import (
     cell_of,
     cell_text,
-    cells_of,
     claim_row,
     interval,
-    interval_text,
     prefer_unmasked,
     with_base,
 )
@@ -37,13 +35,6 @@ def test_what_a_cell_looks_like(values, text):
     assert cell_text(cell_of(values)) == text
 
 
-def test_a_cell_without_a_number_is_left_out():
-    results = {"BDS": [{"a": 1.0}, {"a": 3.0}], "LESS": [{"b": 1.0}, {}]}
-    rows = cells_of(results, ["a", "b"])
-    assert list(rows["BDS"]) == ["a"]
-    assert rows["LESS"]["b"]["seeds"] == [1.0]
-
-
 def test_an_interval_is_students_t():
     """Against scipy's t: mean 2, n = 4, sd 1.29099, half width 3.1824 x sd / 2."""
     mean, half = interval([0.5, 1.5, 2.5, 3.5])
@@ -51,12 +42,6 @@ def test_an_interval_is_students_t():
     assert half == pytest.approx(2.0542, abs=1e-4)
     assert interval([-0.1]) == (-0.1, None)
     assert interval([-0.1, -0.2])[1] == pytest.approx(0.6353, abs=1e-4)
-
-
-def test_small_differences_have_three_decimals():
-    assert interval_text(-0.15, 0.0123) == "-0.150 ± 0.012"
-    assert interval_text(2.0, 2.0542) == "+2.0 ± 2.1"
-    assert interval_text(-0.1, None) == "-0.100, one seed"
 
 
 @pytest.mark.parametrize(
