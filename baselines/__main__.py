@@ -13,20 +13,9 @@ from baselines.rds import rds_scores
 from runtime import command
 from utils import UserError
 
-METHODS = ("random", "dsir", "less", "rds", "loss", "length", "ifd")
+METHODS = ["random", "dsir", "less", "rds", "loss", "length", "ifd"]
 NEEDS_UPPER = ("dsir", "less", "rds")
-SIZES_OF_LESS = ("epochs", "batch", "micro_batch", "lora_rank", "lora_alpha")
-SETTINGS = {  # what one method alone reads
-    "dsir": ("dsir_buckets", "dsir_min_words", "dsir_no_noise"),
-    "less": (
-        "warmup_fraction",
-        "lr",
-        "gradient_checkpointing",
-        "upper_groups",
-        *SIZES_OF_LESS,
-    ),
-    "ifd": ("ifd_order",),
-}
+SIZES_OF_LESS = ["epochs", "batch", "micro_batch", "lora_rank", "lora_alpha"]
 
 
 def add_settings(parser):
@@ -83,16 +72,12 @@ def parse_args(argv=None):
         description="Rank rows without bilevel training. Published values in brackets.",
     )
     parser.add_argument("method", choices=METHODS)
-    shared.add_arguments(parser, out="kept.jsonl", keep_fraction=0.8)
+    shared.add_ranking_arguments(parser, out="kept.jsonl", keep_fraction=0.8)
     add_settings(parser)
-    args = shared.parse(parser, argv)
+    args = shared.read_arguments(parser, argv)
     if args.upper is None and args.method in NEEDS_UPPER:
         raise UserError(f"--upper is missing; {args.method} needs trusted rows")
     options.at_least_one(args, "dsir_buckets", *SIZES_OF_LESS)
-    for method, names in SETTINGS.items():
-        given = [name for name in names if getattr(args, name) != parser.get_default(name)]
-        if given and method != args.method:
-            print(f"not read by {args.method}: {', '.join(given)}")
     shared.check_out(args)
     return args
 
@@ -122,7 +107,7 @@ def main(argv=None):
     levels, _ = shared.open_rows(args)
     columns = score_rows(args, levels)
     ranked = shared.Ranked(columns["score"], columns, args.keep_fraction)
-    shared.write(args, args.method, levels.lower, ranked)
+    shared.write_ranked(args, args.method, levels.lower, ranked)
 
 
 if __name__ == "__main__":

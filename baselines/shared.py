@@ -61,7 +61,7 @@ def add_row_arguments(parser):
     add("--seed", type=int, default=0)
 
 
-def add_arguments(parser, out, keep_fraction=None):
+def add_ranking_arguments(parser, out, keep_fraction=None):
     """The flags of a command that ranks; out, keep_fraction: defaults of these flags."""
     add_row_arguments(parser)
     add = parser.add_argument_group("ranking").add_argument
@@ -76,7 +76,7 @@ def add_arguments(parser, out, keep_fraction=None):
     )
 
 
-def parse(parser, argv):
+def read_arguments(parser, argv):
     """Arguments; where no rows and no model are named, they are those of the embedded toy."""
     first, _ = parser.parse_known_args(argv)
     is_toy = not (first.lower or first.upper or first.model)
@@ -127,14 +127,14 @@ def open_model(args):
     )
 
 
-def write(args, name, lower, ranked):
+def write_ranked(args, name, lower, ranked):
     """The file of a `Ranked` called `name`, a table where labels are known, the RESULT line."""
     finite = torch.isfinite(ranked.order)
     if not finite.all():
         place = int((~finite).nonzero()[0])
         raise UserError(
             f"the {name} score of row_id {lower[place]['row_id']} is not finite; is "
-            "the model sound in this --dtype?"
+            "the model sound in this --dtype, or the learning rate too high?"
         )
     _, kept = ranking.write_ranking(
         args.out,

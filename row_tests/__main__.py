@@ -24,13 +24,13 @@ def parse_args(argv=None):
         prog="python -m row_tests",
         description="Which rows look bad, and why; `audit` as the first word: judge them by hand.",
     )
-    shared.add_arguments(parser, out="ranking.jsonl")
+    shared.add_ranking_arguments(parser, out="ranking.jsonl")
     add = parser.add_argument_group("row tests").add_argument
     add("--joined", action="store_true", help="add the loss to the score")
     add(
         "--adapter", help="a LoRA adapter of the model, for a model that is trained already"
     )
-    args = shared.parse(parser, argv)
+    args = shared.read_arguments(parser, argv)
     shared.check_out(args)
     return args
 
@@ -60,7 +60,7 @@ def rank_by_tests(args):
     reader = make_reader(model, tokenizer)
     verdicts = verdicts_on(reader, levels.lower, levels.upper, args.seed)
     print_look(verdicts, levels.lower)
-    shared.write(
+    shared.write_ranked(
         args, "joined" if args.joined else "tests", levels.lower, ranked(args, verdicts)
     )
 

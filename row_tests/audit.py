@@ -24,7 +24,7 @@ from evaluation.texts import printable
 from utils import UserError, each_jsonl, write_jsonl
 
 SHOWN = 1500  # characters of a text that are shown
-VERDICTS = {"y": True, "n": False, "s": None}  # bad, good, skipped
+VERDICTS = ("y", "n", "s")  # bad, good, skipped
 
 
 def parse_args(argv):
@@ -37,7 +37,7 @@ def parse_args(argv):
     add = parser.add_argument_group("audit").add_argument
     add("--count", type=int, default=30, help="flagged rows, and as many others (30)")
     add("--out", default="verdicts.jsonl", help="the verdicts, written after each")
-    args = shared.parse(parser, argv)
+    args = shared.read_arguments(parser, argv)
     shared.check_out(args, args.ranking)
     return args
 
@@ -162,24 +162,14 @@ def ask(drawn, texts, lines, out):
         write_jsonl(out, lines.values())
 
 
-def audit_summary(drawn, lines):
-    """{"precision", "missed": {"share", "low", "high", "bad", "judged"}}."""
-    result = {}
-    for name, flagged in (("precision", True), ("missed", False)):
-        keys = [(row["row_id"], row["hash"]) for row in drawn if row["flagged"] == flagged]
-        verdicts = [VERDICTS[lines[key]["verdict"]] for key in keys]
-        verdicts = [is_bad for is_bad in verdicts if is_bad is not None]
-        bad, judged = sum(verdicts), len(verdicts)
-        low, high = clopper_pearson(bad, judged)
-        share = bad / judged if judged else None
-        result[name] = {
-            "share": share,
-            "low": low,
-            "high": high,
-            "bad": bad,
-            "judged": judged,
-        }
-    return result
+def share_of_bad(rows, lines):
+    """{"share", "low", "high", "bad", "judged"} of drawn rows by the verdicts on them."""
+    verdicts = [lines[row["row_id"], row["hash"]]["verdict"] for row in rows]
+    bad = verdicts.count("y")
+    judged = bad + verdicts.count("n")
+    low, high = clopper_pearson(bad, judged)
+    share = bad / judged if judged else None
+    return {"share": share, "low": low, "high": high, "bad": bad, "judged": judged}
 
 
 def main(argv):
@@ -191,15 +181,13 @@ def main(argv):
     if lines:
         print(f"{args.out}: {len(lines)} rows are judged already")
     ask(drawn, texts, lines, args.out)
-    result = audit_summary(drawn, lines)
-    for name, words in (
-        ("precision", "of the flagged rows"),
-        ("missed", "of the other rows"),
-    ):
-        part = result[name]
-        share = "-" if part["share"] is None else f"{part['share']:.0%}"
+    result = {}
+    for name, flagged in (("precision", True), ("missed", False)):
+        part = share_of_bad([row for row in drawn if row["flagged"] == flagged], lines)
+        words = "flagged" if flagged else "other"
         print(
-            f"{name}: {share} {words} are bad ({part['bad']} of {part['judged']} judged; 95 % "
-            f"interval {part['low']:.0%} to {part['high']:.0%})"
+            f"{name}: {part['bad']} of {part['judged']} {words} rows that were judged are bad, "
+            f"{part['low']:.0%} to {part['high']:.0%} at 95 %"
         )
+        result[name] = part
     print("RESULT " + json.dumps(result), flush=True)

@@ -17,7 +17,7 @@ from ranking import behind_blank
 # ruff: isort: split
 import torch
 
-NUMBERS = (
+NUMBERS = [
     "end",
     "relevance",
     "fluency",
@@ -27,10 +27,9 @@ NUMBERS = (
     "echo",
     "length",
     "loss",
-)
+]
 FAULTS = 200  # rows with a fault made on purpose
-NUMBER, NEGATION, NAME, GOES_ON = 1, 2, 4, 8  # bits of `fact`
-NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor")
+NEGATIONS = ["not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor"]
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -38,52 +37,42 @@ NEGATIONS = ("not", "no", "never", "cannot", "'t", "’t", "without", "none", "n
 
 @dataclass
 class Reader:
-    """A model, the token ids that end a turn in it, and token -> bits of `fact`."""
+    """A model, the token ids that end a turn in it, and token -> its text."""
 
     model: torch.nn.Module
     ends: set
-    facts: callable
+    text_of: callable
 
 
 def make_reader(model, tokenizer):
-    """The `Reader` of a model with its tokenizer; each token's text is read once."""
+    """The `Reader` of a model with its tokenizer."""
 
     @functools.cache
-    def facts(token):
+    def text_of(token):
+        piece = tokenizer.convert_ids_to_tokens(token) or ""
         text = tokenizer.decode([token]).lstrip()
-        word = tokenizer.convert_ids_to_tokens(token) or ""
-        if word.startswith(("\u0120", "\u2581")):  # a word begins here
-            text = " " + text
-        return fact(text)
+        begins_word = piece.startswith(("\u0120", "\u2581"))
+        return f" {text}" if begins_word else text
 
-    return Reader(model, end_ids(tokenizer), facts)
+    return Reader(model, end_ids(tokenizer), text_of)
 
 
-def fact(text):
-    """What a token tells, bits of its text, which begins with a space where a word does.
+def telling_places(texts):
+    """Places of the numbers, the negations and, inside of sentences, the names among tokens.
 
-    NUMBER; NEGATION, an English one; NAME, a capital; GOES_ON: no sentence ends here.
+    texts: of the tokens; each begins with a space where a word does. Negations are English.
     """
-    word = text.strip()
-    bits = 0
-    if any(map(str.isdigit, word)):
-        bits |= NUMBER
-    if word.lower() in NEGATIONS or word.lower().endswith("n't"):
-        bits |= NEGATION
-    if text[:1] == " " and word[:1].isupper():
-        bits |= NAME
-    if word[-1:].isalnum() or word[-1:] == ",":
-        bits |= GOES_ON
-    return bits
-
-
-def telling_places(facts):
-    """Places of the numbers, the negations and, inside of sentences, the names among `facts`."""
     places = []
-    for place, bits in enumerate(facts):
-        is_name = bits & NAME and place > 0 and facts[place - 1] & GOES_ON
-        if bits & (NUMBER | NEGATION) or is_name:
+    before = ""
+    for place, text in enumerate(texts):
+        word = text.strip()
+        is_number = any(map(str.isdigit, word))
+        is_negation = word.lower() in NEGATIONS or word.lower().endswith("n't")
+        is_name = text[:1] == " " and word[:1].isupper()
+        sentence_goes_on = before[-1:].isalnum() or before[-1:] == ","
+        if is_number or is_negation or (is_name and sentence_goes_on):
             places.append(place)
+        before = word
     return places
 
 
@@ -155,14 +144,14 @@ def read_rows(reader, rows, blank, label=None):
             alone.append(behind_blank(reader.model, blank, answer))
         block = []
         for turn, behind in zip(turns, read_turns(reader.model, alone, ()), strict=True):
-            facts = [reader.facts(token) for token in turn.answer]
+            texts = [reader.text_of(token) for token in turn.answer]
             numbers = detect.row_numbers(
                 turn.prompt,
                 turn.answer,
                 turn.given,
                 behind.given[: len(turn.given)],
                 turn.given_end,
-                telling_places(facts),
+                telling_places(texts),
             )
             numbers["loss"] = turn.loss
             block.append([numbers[name] for name in NUMBERS])

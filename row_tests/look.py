@@ -93,10 +93,8 @@ def print_look(verdicts, rows):
 
 
 def print_example(reason, row):
-    """A row that looks bad; of an answer that is cut short the end."""
-    answer = " ".join(row["response"].split())
-    if reason == "end" and len(answer) > SHOWN:
-        answer = "…" + answer[-SHOWN:]
+    """A row that looks bad; of its answer the end, where it may be cut short."""
+    answer = one_line(row["response"][-SHOWN:], SHOWN)
     print(f"  {REASONS[reason]}: row_id {row['row_id']}")
     print(f"    question: {one_line(row['prompt'], SHOWN)}")
-    print(f"    answer: {one_line(answer, SHOWN + 1)}")
+    print(f"    answer: {answer}")

@@ -153,7 +153,7 @@ MARKED = re.compile(
     re.I,
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
-NUMBERS = (
+NUMBERS = [
     "zero",
     "one",
     "two",
@@ -165,8 +165,8 @@ NUMBERS = (
     "eight",
     "nine",
     "ten",
-)
-NOT = {hash(word) for word in ("not", "no", "never", "cannot", "t")}  # isn't: isn, t
+]
+NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 

@@ -116,15 +116,6 @@ def test_bad_input(rank, files, folders, refused, tmp_path):
             rank("less", files, **{name: value})
 
 
-def test_flags_that_a_method_does_not_read_are_named(capsys, files, tmp_path):
-    files = files(heldout=0)
-    words = flags(**files, model="m", out=tmp_path / "kept.jsonl", dsir_buckets=7)
-    command.parse_args(["random", *words])
-    assert capsys.readouterr().out == "not read by random: dsir_buckets\n"
-    command.parse_args(["dsir", *words])
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.slow
 def test_less_finds_contrary_rows_of_the_toy(rank):
     aurocs = {}

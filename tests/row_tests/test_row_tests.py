@@ -230,7 +230,7 @@ def test_who_is_flagged():
 
 
 def test_the_worst_row_of_each_reason_is_shown(capsys):
-    """Of an answer that is cut short the end; nothing of it reaches the terminal's controls."""
+    """Its answer by the end; nothing of it reaches the terminal's controls."""
     rows = Dataset.from_list(
         [
             {"row_id": n, "prompt": "why\x1b?", "response": "so " * 99 + f"stop {n}"}
@@ -245,6 +245,6 @@ def test_the_worst_row_of_each_reason_is_shown(capsys):
     assert text.startswith("note: a note\n6 of 10 rows look bad")
     assert "stop 4" in text
     assert "stop 3" not in text
-    assert "stop 9" not in text
+    assert "stop 9" in text
     assert text.count("0.6000") == 3
     assert "\x1b" not in text
