@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tiny models; runs of other processes compare
+# One thread: the models are tiny, and runs of other processes compare.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -38,8 +37,6 @@ WORDS = [
     "river",
     "north",
     "light",
-]
-WORDS += [
     "paper",
     "quick",
     "round",
@@ -49,8 +46,8 @@ WORDS += [
     "window",
     "garden",
     "summer",
+    "letter",
 ]
-WORDS += ["letter"]
 
 
 @pytest.fixture(autouse=True, scope="session")
