@@ -116,8 +116,11 @@ def test_what_is_never_recommended(monkeypatch):
         monkeypatch.setattr(curate, name, lambda *_, result=result, **more: result)
     margins = iter([torch.full((5,), 9.0), torch.zeros(5)])
     monkeypatch.setattr(curate, "scores", lambda *_: next(margins))
+    monkeypatch.setattr(curate, "blank_prompt", lambda _: [3])
     rows = [batches.answer_row(prompt, [6, 0])] * 5
-    refined, metrics = curate.refine(None, tokenizer, rows, None, SAMPLING, [3], None)
+    run = SimpleNamespace(tokenizer=tokenizer, learner=SimpleNamespace(model=None))
+    run.rows = SimpleNamespace(lower=rows, upper_heldout=None)
+    refined, metrics = curate.refine(run, rows, SAMPLING, None)
     assert [answer.recommended for answer in refined] == ["refined"] + ["original"] * 4
     assert refined[0] == curate.Refined("apple", "refined", 9.0, -6.0)
     assert metrics == {"refined/threshold": 0.5, "refined/false_replacement": 0.25}
