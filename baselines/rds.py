@@ -41,8 +41,9 @@ def first_turns(lower, upper):
     lower (N, d), upper (M, d) unit vectors. In turn n the upper row n mod M asks for its (n // M +
     1)-th nearest row; of equally near ones the earlier comes first.
     """
-    turns = torch.full((len(lower),), len(lower) * len(upper))
-    nearest = torch.full((len(lower),), -1.0)
+    count = len(lower)
+    turns = torch.full((count,), count * len(upper))
+    nearest = torch.full((count,), -1.0)
     for start in range(0, len(upper), UPPER_AT_ONCE):
         block = upper[start : start + UPPER_AT_ONCE]
         cosines = block @ lower.T
@@ -66,5 +67,9 @@ def rds_scores(model, lower, upper):
         representations(model, lower, "rds: lower rows"),
         representations(model, upper, "rds: upper rows"),
     )
-    scores = torch.where(nearest.isfinite(), -1.0 - turns.double(), torch.nan)
-    return {"score": scores, "cosine": nearest.double()}
+    scores = -1.0 - turns.double()
+    scores[~nearest.isfinite()] = torch.nan
+    return {
+        "score": scores,
+        "cosine": nearest.double(),
+    }

@@ -51,10 +51,12 @@ def ifd_ratios(model, rows):
     means behind the blank one, so the template says "an answer begins here" in both.
     """
     given, _ = row_losses(model, rows, label="ifd: given the prompt")
-    tokens, blank = batches.tokens_only(rows), blank_prompt(rows)
+    tokens = batches.tokens_only(rows)
+    blank = blank_prompt(rows)
     alone = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
-        block = batches.take(tokens, range(start, min(start + ROWS_AT_ONCE, len(rows))))
+        stop = min(start + ROWS_AT_ONCE, len(rows))
+        block = batches.take(tokens, range(start, stop))
         answers = [behind_blank(model, blank, batches.response_of(row)) for row in block]
         losses, _ = row_losses(model, answers, label="ifd: behind the blank prompt")
         alone.append(losses.double())

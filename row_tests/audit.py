@@ -23,7 +23,6 @@ from evaluation.runs import read_ranking
 from evaluation.texts import printable
 from utils import UserError, each_jsonl, write_jsonl
 
-SHOWN = 1500  # characters of a text that are shown
 VERDICTS = ("y", "n", "s")  # bad, good, skipped
 
 
@@ -66,7 +65,7 @@ def binomial_tail(count, total, p):
     """The probability of `count` or fewer of `total`; in logarithms, the factors overflow."""
     tail = 0.0
     for k in range(count + 1):
-        orders = math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        orders = math.log(math.comb(total, k))
         tail += math.exp(orders + k * math.log(p) + (total - k) * math.log1p(-p))
     return tail
 
@@ -117,16 +116,6 @@ def texts_of(drawn, lower, path):
     return texts
 
 
-def both_ends(text):
-    """A text without the middle of a long one: whether an answer is cut is seen at its end."""
-    text = printable(text)
-    left_out = len(text) - SHOWN
-    if left_out <= 0:
-        return text
-    half = SHOWN // 2
-    return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
-
-
 # --- verdicts -------------------------------------------------------------------------------------
 
 
@@ -148,7 +137,7 @@ def ask(drawn, texts, lines, out):
             continue
         prompt, response = texts[row["row_id"]]
         print(f"\n--- {number} of {len(drawn)} ---")
-        print(f"QUESTION: {both_ends(prompt)}\nANSWER: {both_ends(response)}")
+        print(f"QUESTION: {printable(prompt)}\nANSWER: {printable(response)}")
         verdict = None
         while verdict not in VERDICTS:
             print("Is this a bad answer? y, n, s to skip: ", end="", flush=True)
@@ -163,13 +152,12 @@ def ask(drawn, texts, lines, out):
 
 
 def share_of_bad(rows, lines):
-    """{"share", "low", "high", "bad", "judged"} of drawn rows by the verdicts on them."""
+    """{"bad", "judged", "low", "high"} of drawn rows, by the verdicts on them."""
     verdicts = [lines[row["row_id"], row["hash"]]["verdict"] for row in rows]
     bad = verdicts.count("y")
     judged = bad + verdicts.count("n")
     low, high = clopper_pearson(bad, judged)
-    share = bad / judged if judged else None
-    return {"share": share, "low": low, "high": high, "bad": bad, "judged": judged}
+    return {"bad": bad, "judged": judged, "low": low, "high": high}
 
 
 def main(argv):
@@ -178,8 +166,6 @@ def main(argv):
     levels, _ = shared.open_rows(args)
     texts = texts_of(drawn, levels.lower, args.ranking)
     lines = read_verdicts(args.out)
-    if lines:
-        print(f"{args.out}: {len(lines)} rows are judged already")
     ask(drawn, texts, lines, args.out)
     result = {}
     for name, flagged in (("precision", True), ("missed", False)):

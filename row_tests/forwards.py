@@ -193,18 +193,15 @@ def make_faults(reader, rows, numbers, seed=0):
 def exchanged_answers(reader, turns, places, numbers):
     """The scaled relevance (m,) of every question with the answer of the turn before it."""
     room = context_length(reader.model.config)
-    answered = []
-    for place, turn in zip(places, turns, strict=True):
-        if turn.answer:
-            # The sum of the answer's log-probs behind the blank prompt.
-            total = -numbers["fluency"][place] * len(turn.answer)
-            answered.append((turn, numbers["relevance"][place] + total))
+    answered = [pair for pair in zip(turns, places, strict=True) if pair[0].answer]
     pairs, blanks = [], []
     for number, (turn, _) in enumerate(answered):
-        other, blank = answered[number - 1]
+        other, place = answered[number - 1]
         if len(answered) > 1 and len(turn.prompt) + len(other.answer) <= room:
             pairs.append(answer_row(turn.prompt, other.answer))
-            blanks.append(blank)
+            # The sum of the answer's log-probs behind the blank prompt.
+            given = -numbers["fluency"][place] * len(other.answer)
+            blanks.append(numbers["relevance"][place] + given)
     if not pairs:
         return torch.zeros(0, dtype=torch.float64)
     losses, lengths = row_losses(reader.model, pairs)

@@ -25,15 +25,6 @@ REASONS = {
     "debris": "with markup or broken encoding",
     "unclear": "for no clear reason",
 }
-GROUPS = (
-    "short",
-    "medium",
-    "long",
-    "mostly ASCII",
-    "less than 90 % ASCII",
-    "code",
-    "no code",
-)
 CODE = re.compile(
     r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
     r"[;{][^\S\n]*$|</\w+>",
@@ -51,7 +42,7 @@ def bad_rows_line(reasons):
 
 
 def groups_of(prompt, answer, length):
-    """Which of GROUPS a row is in; length: tokens of the answer."""
+    """The groups of a row by length (tokens of the answer), script and code."""
     text = prompt + answer
     plain = sum(c.isascii() for c in text) / max(1, len(text))
     size = "medium"
@@ -85,9 +76,7 @@ def print_look(verdicts, rows):
         if reason:
             flagged.update(groups)
     shares = [
-        [group, counts[group], flagged[group] / counts[group]]
-        for group in GROUPS
-        if counts[group]
+        [group, counts[group], flagged[group] / counts[group]] for group in sorted(counts)
     ]
     print(table(["who is flagged", "rows", "share"], shares))
 

@@ -256,7 +256,10 @@ def file_of(count, seed, cut=0, swapped=0):
 
 
 def faults_of():
-    return {"end": exponential(200, 50) + 9, "relevance": 0.7 + 0.7 * normal(200, 51)}
+    return {
+        "end": exponential(200, 50) + 9,
+        "relevance": 0.7 + 0.7 * normal(200, 51),
+    }
 
 
 def verdicts(numbers, trusted=None, faults=None):
@@ -304,7 +307,10 @@ def test_trusted_rows_of_another_style_are_only_half_of_the_null():
     by_file = detect.surprises(numbers, None, faults)
     both = detect.surprises(numbers, trusted, faults)
     by_trusted = detect.banded_surprise(
-        numbers["fluency"], numbers["length"], trusted["fluency"], trusted["length"]
+        numbers["fluency"],
+        numbers["length"],
+        trusted["fluency"],
+        trusted["length"],
     )
     assert torch.allclose(both["fluency"], (by_file["fluency"] + by_trusted) / 2)
     assert torch.equal(both["repetition"], by_file["repetition"])
@@ -430,20 +436,29 @@ def test_eq_flags_are_those_of_benjamini_and_hochberg(ranking_only):
 
 
 def test_a_row_unlike_any_made_fault_is_not_flagged():
-    numbers = {"end": tensor([0.1] * 98 + [8.0, 30.0]), "length": torch.ones(100)}
+    numbers = {
+        "end": tensor([0.1] * 98 + [8.0, 30.0]),
+        "length": torch.ones(100),
+    }
     surprising = {"end": tensor([0.0] * 98 + [20.0, 40.0])}
     faults = {"end": torch.linspace(19, 39, 21).double()}  # 15 % of them: 22 and below
     score, flagged, _ = detect.judge(surprising, numbers, faults)
     assert flagged.tolist() == [False] * 99 + [True]
     assert score[98] > score[0]
-    assert detect.judge(surprising, numbers)[1].tolist() == [False] * 98 + [True, True]
+    assert detect.judge(surprising, numbers)[1].tolist() == [False] * 98 + [
+        True,
+        True,
+    ]
     numbers["end"][99] = math.nan
     assert not detect.judge(surprising, numbers, faults)[1].any()
 
 
 def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():
     """A relevance unlike that of any exchanged answer: repeated words are why it is flagged."""
-    numbers = {"relevance": -torch.ones(100).double(), "length": torch.ones(100).double()}
+    numbers = {
+        "relevance": -torch.ones(100).double(),
+        "length": torch.ones(100).double(),
+    }
     surprising = {
         "relevance": tensor([0.5] * 99 + [30.0]),
         "repetition": tensor([0.5] * 99 + [20.0]),

@@ -11,7 +11,13 @@ import models
 import ranking
 from batches import mean_losses, row_losses
 from data.tokens import load_rows
-from ranking import auroc, kept_by, label_metrics, print_label_table, ranking_metrics
+from ranking import (
+    auroc,
+    kept_by,
+    label_metrics,
+    print_label_table,
+    ranking_metrics,
+)
 from selector import Selector
 from utils import UserError, table
 
@@ -81,7 +87,12 @@ def test_ranking_metrics_without_bad_rows_or_without_good_ones():
     metrics = ranking_metrics([1.0, 2.0], [False, False], ["", ""])
     assert metrics == {"auroc": None, "precision": None}
     metrics = ranking_metrics([1.0, 2.0], [True, True], ["x", "x"])
-    assert metrics == {"auroc": None, "precision": 1.0, "auroc/x": None, "recall/x": 1.0}
+    assert metrics == {
+        "auroc": None,
+        "precision": 1.0,
+        "auroc/x": None,
+        "recall/x": 1.0,
+    }
 
 
 def test_precision_and_recall_do_not_depend_on_the_files_order():
@@ -130,7 +141,14 @@ def ranked_rows(path, kept):
     """A ranking of rows (row_id, kept)."""
     lines = []
     for rank, (row_id, verdict) in enumerate(kept, 1):
-        lines.append({"row_id": row_id, "hash": f"{row_id}", "rank": rank, "kept": verdict})
+        lines.append(
+            {
+                "row_id": row_id,
+                "hash": f"{row_id}",
+                "rank": rank,
+                "kept": verdict,
+            }
+        )
     return write_rows(path / "ranking.jsonl", lines)
 
 
@@ -139,7 +157,10 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
     monkeypatch.setattr(ranking, "ROWS_AT_ONCE", 2)
     rows = numbered(5).add_column("bad", [True] + [False] * 4)
     scores = torch.tensor([1.0, 3.0, 2.0, 3.0, 0.0])
-    columns = {"weight": scores / 2, "reason": ["end", None, None, None, "echo"]}
+    columns = {
+        "weight": scores / 2,
+        "reason": ["end", None, None, None, "echo"],
+    }
     file = tmp_path / "ranking.jsonl"
     ranks, kept = ranking.write_ranking(file, rows, scores, 0.6, columns)
     lines = read_rows(file)
@@ -186,7 +207,12 @@ def test_a_ranking_of_other_data_or_without_verdicts_is_refused(tmp_path, line):
 
 def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
     file = ranked_rows(tmp_path, [(1, True), (2, False)])
-    assert ranking.rows_not_kept(numbered(4), file).tolist() == [False, False, True, False]
+    assert ranking.rows_not_kept(numbered(4), file).tolist() == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert "2 of the 4 lower rows are not in" in capsys.readouterr().out
     for verdict in (True, False):
         file = ranked_rows(tmp_path, [(0, verdict)])

@@ -75,7 +75,10 @@ def package_weights(lower, upper, **options):
                 "".join(json.dumps({"text": text}) + "\n" for text in texts)
             )
         dsir = HashedNgramDSIR(
-            [paths["lower"]], [paths["upper"]], cache_dir=f"{folder}/cache", num_proc=1
+            [paths["lower"]],
+            [paths["upper"]],
+            cache_dir=f"{folder}/cache",
+            num_proc=1,
         )
         dsir.fit_importance_estimator(**options)
         dsir.compute_importance_weights()

@@ -10,7 +10,13 @@ from baselines import shared
 from data import sets
 from utils import UserError
 
-LESS = {"epochs": 1, "warmup_fraction": 1, "lr": 1e-2, "batch": 4, "lora_rank": 2}
+LESS = {
+    "epochs": 1,
+    "warmup_fraction": 1,
+    "lr": 1e-2,
+    "batch": 4,
+    "lora_rank": 2,
+}
 
 
 @pytest.fixture
@@ -20,11 +26,18 @@ def preferences(files, tmp_path):
     pairs = []
     for number, row in enumerate(read_rows(files["upper"])):
         pairs.append(
-            {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"{number}"}
+            {
+                "prompt": row["prompt"],
+                "chosen": row["response"],
+                "rejected": f"{number}",
+            }
         )
     pairs[4]["rejected"] = pairs[4]["chosen"]
     pairs[9]["rejected"] = ""
-    return {"lower": files["lower"], "upper": write_rows(tmp_path / "pairs.jsonl", pairs)}
+    return {
+        "lower": files["lower"],
+        "upper": write_rows(tmp_path / "pairs.jsonl", pairs),
+    }
 
 
 def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp_path):
@@ -55,7 +68,10 @@ def test_of_preference_pairs_the_chosen_responses_count(
     for number, pair in enumerate(read_rows(preferences["upper"])):
         if number not in (4, 9):
             chosen.append({"prompt": pair["prompt"], "response": pair["chosen"]})
-    alone = {**preferences, "upper": write_rows(tmp_path / "chosen.jsonl", chosen)}
+    alone = {
+        **preferences,
+        "upper": write_rows(tmp_path / "chosen.jsonl", chosen),
+    }
     made = rank(method, preferences, out="pairs", upper_loss="dpo", **LESS)
     assert "26 upper rows" in made.text
     assert made.ranked == rank(method, alone, out="chosen", **LESS).ranked
@@ -86,8 +102,19 @@ def test_the_toy_is_ranked_where_nothing_is_named(rank):
     assert made.result["rows"] == 2400
     assert made.result["kept"] == 1920
     assert 0.45 < made.result["random/auroc"] < 0.55
-    assert {"random/auroc/contrary", "random/recall/plain"} <= made.result.keys()
-    assert {"row_id", "hash", "rank", "kept", "score", "bad", "kind"} == made.rows[0].keys()
+    assert {
+        "random/auroc/contrary",
+        "random/recall/plain",
+    } <= made.result.keys()
+    assert {
+        "row_id",
+        "hash",
+        "rank",
+        "kept",
+        "score",
+        "bad",
+        "kind",
+    } == made.rows[0].keys()
     assert "ranking by" in made.text
 
 

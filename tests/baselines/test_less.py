@@ -57,7 +57,10 @@ def brute_gradients(folder, theta, rows):
     torch.nn.utils.vector_to_parameters(theta, parameters)
     gradients = []
     for row in rows:
-        ids, trained = torch.tensor([row["input_ids"]]), torch.tensor(row["trained"]).bool()
+        ids, trained = (
+            torch.tensor([row["input_ids"]]),
+            torch.tensor(row["trained"]).bool(),
+        )
         logits = model(input_ids=ids).logits[0, :-1][trained[1:]]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:][trained[1:]])
         gradient = torch.autograd.grad(loss, parameters)
@@ -77,7 +80,12 @@ def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
     upper[3] = {**make_rows(9, 1)[2], "kind": "c"}
     upper = write_rows(tmp_path / "upper.jsonl", upper)
     heldout = write_rows(tmp_path / "heldout.jsonl", make_rows(2, 3))
-    settings = {**LESS, "warmup_fraction": 0.6, "micro_batch": 3, "upper_groups": True}
+    settings = {
+        **LESS,
+        "warmup_fraction": 0.6,
+        "micro_batch": 3,
+        "upper_groups": True,
+    }
     made = rank(
         "less",
         {"lower": lower, "upper": upper},
@@ -171,7 +179,10 @@ def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp
         ("model", {"model": other}),
         ("lower rows", {"lower": changed}),
         ("seed", {"seed": 1}),
-        ("upper groups", {"upper_groups": True, "upper_columns": "kind=prompt"}),
+        (
+            "upper groups",
+            {"upper_groups": True, "upper_columns": "kind=prompt"},
+        ),
     ):
         line = refused(lambda options=options: rank("less", rows, **{**LESS, **options}))
         assert word in line

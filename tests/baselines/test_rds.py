@@ -47,7 +47,10 @@ def test_eq_rds_by_the_models_own_hidden_states(
     rows = []
     for number, word in enumerate(WORDS[:7]):
         rows.append(
-            {"prompt": f"{word} {number}", "response": f"{word} {'stone ' * number}."}
+            {
+                "prompt": f"{word} {number}",
+                "response": f"{word} {'stone ' * number}.",
+            }
         )
     paths = files(lower=20, heldout=4)
     paths["upper"] = write_rows(tmp_path / "trusted.jsonl", rows)
@@ -56,7 +59,11 @@ def test_eq_rds_by_the_models_own_hidden_states(
     upper = brute_vectors(folders[name], paths["upper"], cache)
     cosines = upper @ lower.T
     made = rank(
-        "rds", paths, model=folders[name], dtype="float64", upper_heldout=paths["heldout"]
+        "rds",
+        paths,
+        model=folders[name],
+        dtype="float64",
+        upper_heldout=paths["heldout"],
     )
     assert "7 upper rows" in made.text
     nearest = [row["cosine"] for row in made.rows]

@@ -153,4 +153,8 @@ def test_tokens_are_read_with_the_space_before_them():
     reader = forwards.make_reader(None, tokenizer)
     assert tokenizer.eos_token_id in reader.ends
     space, name, number = (tokenizer.convert_tokens_to_ids(token) for token in "ĠX7")
-    assert [reader.text_of(token) for token in (space, name, number)] == [" ", "X", "7"]
+    assert [reader.text_of(token) for token in (space, name, number)] == [
+        " ",
+        "X",
+        "7",
+    ]

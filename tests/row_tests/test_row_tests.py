@@ -179,9 +179,21 @@ def test_bad_input(refused, faulty, folders, tmp_path):
 
 def numbers_of(count):
     draw = torch.Generator().manual_seed(0)
-    names = ("end", "relevance", "fluency", "slip", "peak", "length", "loss")
+    names = (
+        "end",
+        "relevance",
+        "fluency",
+        "slip",
+        "peak",
+        "length",
+        "loss",
+    )
     numbers = dict(
-        zip(names, torch.rand(7, count, generator=draw).double() + 1, strict=True)
+        zip(
+            names,
+            torch.rand(7, count, generator=draw).double() + 1,
+            strict=True,
+        )
     )
     numbers["repetition"] = torch.zeros(count).double()
     numbers["echo"] = torch.full((count,), math.nan).double()
@@ -202,15 +214,31 @@ def test_a_model_that_does_not_know_ends_does_not_judge_them():
     assert "no answer is long enough to cut" in none.notes[0]
 
 
-def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch):
+def test_what_the_text_proves_is_the_reason_whatever_the_model_says(
+    monkeypatch,
+):
     """It comes before a detector's guess, and its row among the flagged; a near-duplicate not."""
     surprise = torch.tensor([3.0, 2.0, 4.0, 1.0, 0.0, 2.5])
     flagged = torch.tensor([True, True, True, False, False, False])
     by_model = ["end", "end", "unclear", None, None, None]
     monkeypatch.setattr("detect.judge", lambda *args: (surprise, flagged, by_model))
-    by_text = ["turn", "duplicate", "duplicate", "conflict", "placeholder", None]
+    by_text = [
+        "turn",
+        "duplicate",
+        "duplicate",
+        "conflict",
+        "placeholder",
+        None,
+    ]
     verdicts = judge_rows(numbers_of(6), None, {}, by_text)
-    assert verdicts.reasons == ["turn", "end", "duplicate", "conflict", "placeholder", None]
+    assert verdicts.reasons == [
+        "turn",
+        "end",
+        "duplicate",
+        "conflict",
+        "placeholder",
+        None,
+    ]
     # No other row is more surprising than the least of the flagged ones.
     assert verdicts.surprise.tolist() == [3.0, 2.0, 4.0, 2.0, 2.0, 2.0]
 
@@ -219,8 +247,15 @@ def test_what_the_text_proves_is_the_reason_whatever_the_model_says(monkeypatch)
 
 
 def test_who_is_flagged():
-    assert look.groups_of("q", "a b", 2) == ("short", "mostly ASCII", "no code")
-    assert look.groups_of("вопрос", "ответ", 300)[:2] == ("long", "less than 90 % ASCII")
+    assert look.groups_of("q", "a b", 2) == (
+        "short",
+        "mostly ASCII",
+        "no code",
+    )
+    assert look.groups_of("вопрос", "ответ", 300)[:2] == (
+        "long",
+        "less than 90 % ASCII",
+    )
     assert look.groups_of("q", "def f(x):\n    return x", 30)[2] == "code"
     assert look.groups_of("q", "We import tea; it is good.", 30)[2] == "no code"
     assert look.bad_rows_line(["end", None, "echo", "end"]) == (
@@ -233,7 +268,11 @@ def test_the_worst_row_of_each_reason_is_shown(capsys):
     """Its answer by the end; nothing of it reaches the terminal's controls."""
     rows = Dataset.from_list(
         [
-            {"row_id": n, "prompt": "why\x1b?", "response": "so " * 99 + f"stop {n}"}
+            {
+                "row_id": n,
+                "prompt": "why\x1b?",
+                "response": "so " * 99 + f"stop {n}",
+            }
             for n in range(10)
         ]
     )
