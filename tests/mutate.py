@@ -183,9 +183,10 @@ def main():
         for description, file, text in random.Random(args.seed).sample(
             every, args.count
         ):
+            original = (copy / file).read_text()
             (copy / file).write_text(text)
             survived = passes(copy, args.tests)
-            shutil.copy(ROOT / file, copy / file)
+            (copy / file).write_text(original)
             caught += not survived
             print(
                 "survived" if survived else "caught  ",

@@ -12,7 +12,7 @@ The order to read:
     convergence.py  Theorem 2 and its complete version, Algorithm PBGD
     equivalence.py  Theorem 3: BMO and BDS have the same solutions
     weights.py      implicit weights, importance ratio, log-sum-exp bound, convexity in the logits
-    drawing.py      the figures
+    showing.py      tables and figures
 
 omega lives in `selector.Selector`, response weights in `bmo_weights`: the code the training scripts
 run.
@@ -24,7 +24,7 @@ Readings and corrections of the paper's text, with the reason:
  2. 1/N. The softmax already sums to one and the paper divides by N once more; the lemma on the
     penalty gradient drops this 1/N from its first line and keeps it in its gradients. Only with
     it do the gradients belong to the objective, so it stays: the data term weighs gamma / N.
-    `Selector` averages N sigma_i over rows, N times as much: it is handed gamma / N.
+    `Selector` averages N sigma_i over rows, N times as much, so it is handed gamma / N.
  3. Dimension. H lives in R^a, so full column rank needs a >= (N + N') D; the statement has V, and
     the appendix sets a = V. Here a = V = (N + N') D.
  4. Steps. The main text has two rates, an omega step at theta^{k+1} and stray indices i_k inside a

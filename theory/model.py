@@ -28,7 +28,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Problem:
+class BilevelProblem:
     """A bilevel problem; `tokens` holds N' D validation tokens, then N D lower-level tokens."""
 
     tokens: Tokens
@@ -112,7 +112,7 @@ def make_problem(val_rows, sft_rows, answer_length, vocabulary, scale=1.0):
     """A bilevel problem over one-hot embeddings of norm `scale` (a = V)."""
     embedding = scale * torch.eye(vocabulary, dtype=F64)
     tokens = make_tokens(val_rows + sft_rows, answer_length, embedding)
-    return Problem(tokens, len(sft_rows), len(val_rows), answer_length, vocabulary)
+    return BilevelProblem(tokens, len(sft_rows), len(val_rows), answer_length, vocabulary)
 
 
 def token_losses(logits, y):

@@ -96,9 +96,7 @@ def test_bounded_transformer(bounded):
         assert [row[name] for row in rows] == pytest.approx(
             values, rel=1e-3
         )
-    assert rows[0]["BDS"] - rows[0]["v*"] == pytest.approx(
-        0.0874, abs=2e-4
-    )
+    assert rows[0]["BDS"] - rows[0]["v*"] == pytest.approx(0.0874, abs=2e-4)
     assert rows[-1]["BDS"] - rows[-1]["v*"] < 1e-5
     assert [row["mixing no worse up to"] for row in rows] == [
         0.5,
@@ -135,9 +133,7 @@ def test_bounded_minimiser_against_plain_descent():
 @pytest.mark.slow
 def test_reported_bounded_transformers():
     numbers, _ = benefit.measure()
-    crossings = [
-        row["mixing no worse up to"] for row in numbers["bounded"]
-    ]
+    crossings = [row["mixing no worse up to"] for row in numbers["bounded"]]
     assert crossings == pytest.approx([0.5, 0.38, 0.1, 0, 0])
     assert numbers["bounded"][0]["mixing, rho 0.5"] == pytest.approx(
         1.3410, abs=1e-4

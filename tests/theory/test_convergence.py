@@ -33,9 +33,7 @@ def penalty_at(omega, theta):
 
 
 def test_smoothness_constant_by_hand():
-    instance = convergence.Instance(
-        N=4, V=10, gamma=2.0, B_X=2.0, B_q=3.0
-    )
+    instance = convergence.Instance(N=4, V=10, gamma=2.0, B_X=2.0, B_q=3.0)
     expected = 16 * 4 * 16 * 1.5 + 3 * (math.log(10) + 2 + 7)
     constant = convergence.smoothness_constant(0.5, instance)
     assert constant == pytest.approx(expected)
@@ -75,9 +73,7 @@ def test_drift_of_W_kq_needs_the_term_the_lemma_drops():
 
 def test_certifiable_share_is_the_integral():
     V, M, R = 6, 5, 0.7
-    instance = convergence.Instance(
-        N=10, V=V, gamma=3.0, B_X=0.8, B_q=1.0
-    )
+    instance = convergence.Instance(N=10, V=V, gamma=3.0, B_X=0.8, B_q=1.0)
     S = torch.linspace(0, 60, 2_000_001, dtype=F64)
     sigma_min = math.sqrt(instance.scale * 0.8**2 / M)
     mu = convergence.pl_constant(sigma_min, R + ROOT2 * 0.8 * S, instance)
@@ -111,9 +107,7 @@ def test_stand_ins_of_the_theorem_by_hand():
     assert seen["left"] == pytest.approx(
         8 * 6 * 2.0 * exponential / sigma**2
     )
-    assert seen["left/right"] == pytest.approx(
-        seen["left"] / seen["right"]
-    )
+    assert seen["left/right"] == pytest.approx(seen["left"] / seen["right"])
     assert seen["least on the path"] < seen["left/right"]
     mu = 1.5 * sigma**2 / (8 * 6) / exponential
     L = convergence.smoothness_constant(1.5, instance)
@@ -127,9 +121,7 @@ def test_stand_ins_of_the_theorem_by_hand():
 def test_certified_radius_uses_half_of_sigma():
     instance = convergence.Instance(N=4, V=2, gamma=2.0, B_X=1.3, B_q=0.7)
     sigma_min = number(2 * math.sqrt(1.5))
-    radius = convergence.certified_radius(
-        sigma_min, number(3.0), instance
-    )
+    radius = convergence.certified_radius(sigma_min, number(3.0), instance)
     drift = convergence.drift_bounds(radius, number(3.0), instance)
     assert float(drift[3]) == pytest.approx(1.0, rel=1e-12)
 
@@ -159,7 +151,7 @@ def test_condition_on_the_start_cannot_hold():
             0, V, (3, 4), generator=torch.Generator().manual_seed(seed)
         )
         embedding = random(V, V, seed=seed, scale=0.1 + 0.2 * (seed % 5))
-        problem = model.Problem(
+        problem = model.BilevelProblem(
             model.make_tokens(rows.tolist(), 2, embedding), 2, 1, 2, V
         )
         theta = Theta(
@@ -255,13 +247,9 @@ def test_convergence_run(epsilon):
     )
     for name, value in run["inequalities"].items():
         *_, relation, limit = name.split()
-        assert (
-            value >= float(limit) if relation == ">=" else 0 < value <= 1
-        )
+        assert value >= float(limit) if relation == ">=" else 0 < value <= 1
     asked = run["hypotheses"]
-    assert asked["least on the path"] > convergence.condition_floor(
-        10, 10
-    )
+    assert asked["least on the path"] > convergence.condition_floor(10, 10)
     assert epsilon < asked["epsilon_0"]
     assert asked["bound on steps"] > 50 * observed["steps"]
 

@@ -51,9 +51,7 @@ def test_scalarised_set_of_two_objectives_against_a_fine_grid():
         False,
         True,
     ]
-    parallel = torch.tensor(
-        [[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]], dtype=F64
-    )
+    parallel = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]], dtype=F64)
     assert equivalence.scalarised(parallel).tolist() == [
         True,
         True,

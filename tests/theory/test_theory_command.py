@@ -25,9 +25,7 @@ def test_a_part_prints_its_table_and_saves_its_figure(
 def test_out_that_is_a_file(tmp_path, refused):
     (tmp_path / "taken").write_text("")
     assert "taken" in refused(
-        lambda: command.main(
-            ["weights", "--out", str(tmp_path / "taken")]
-        )
+        lambda: command.main(["weights", "--out", str(tmp_path / "taken")])
     )
 
 
@@ -38,6 +36,4 @@ def test_all_parts(tmp_path, capsys):
         capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT ")
     )
     assert list(result) == list(command.PARTS)
-    assert {path.stem for path in tmp_path.iterdir()} == set(
-        command.PARTS
-    )
+    assert {path.stem for path in tmp_path.iterdir()} == set(command.PARTS)

@@ -34,7 +34,7 @@ def small_problem():
         [2, 0, 1, 0],
     ]
     tokens = model.make_tokens(rows, 2, random(6, 5, seed=9))
-    return model.Problem(tokens, 3, 2, 2, 5)
+    return model.BilevelProblem(tokens, 3, 2, 2, 5)
 
 
 def small_theta():
@@ -51,8 +51,6 @@ def random_class(seed, separable, rows=3):
         losses[0] = 0
     else:
         losses = (
-            losses
-            + 0.1
-            + torch.rand(rows, dtype=F64, generator=generator)
+            losses + 0.1 + torch.rand(rows, dtype=F64, generator=generator)
         )
     return torch.rand(12, dtype=F64, generator=generator) * 3, losses
