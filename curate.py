@@ -224,7 +224,7 @@ def write_curated(path, lower, ranked, buffer, current, refined):
 def curated_set(run, places, buffer, ranked, sampling, template):
     """Answer the rows at `places` once more, greedily, and write `curated.jsonl`.
 
-    run: the `session.Run`; buffer, ranked: see `write_curated`. Returns metrics for the result.
+    run: the `session.Session`; buffer, ranked: see `write_curated`. Returns metrics for the result.
     """
     model = run.learner.model
     lower = run.rows.lower

@@ -112,7 +112,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Run:
+class Session:
     """What `set_up` makes of the arguments, for the loop and what follows it.
 
     reference: {"upper", "upper_heldout": margins of DPO's reference (n,), or None}; saved: the
@@ -138,7 +138,7 @@ class Run:
 
 
 def set_up(args, device, tokenizer, rows, plan):
-    """`Run`: the model and what trains it, the run folder, what was true before training."""
+    """`Session`: the model and what trains it, the run folder, what was true before training."""
     learner = make_learner(args, device)
     model = learner.model
     selector = Selector(
@@ -154,7 +154,7 @@ def set_up(args, device, tokenizer, rows, plan):
         pairs = {name: getattr(rows, name) for name in reference}
         reference = reference_margins(model, pairs, out)
     base = measure_base(args, rows, model, reference, out, resumed=saved is not None)
-    return Run(tokenizer, rows, plan, learner, selector, reference, base, out, saved)
+    return Session(tokenizer, rows, plan, learner, selector, reference, base, out, saved)
 
 
 def read_rows(args, tokenizer):
@@ -275,7 +275,7 @@ def measure_base(args, rows, model, reference, out, resumed):
             losses, _ = row_losses(model, rows.lower, label="base losses")
         folder.write_once(file, save({"losses": losses}))
     file = out / "base.json"
-    metrics = folder.read_once(file, lambda path: json.loads(path.read_text()))
+    metrics = folder.read_once(file, lambda path: dict(json.loads(path.read_text())))
     if metrics is None:
         with _before_training(args, model, file, resumed):
             values = held_out_metrics(model, rows, reference)
