@@ -115,7 +115,10 @@ def response_of(row):
 
 def answer_row(prompt, tokens):
     """A tokenised row that trains on a generated answer."""
-    return {"input_ids": prompt + tokens, "trained": [0] * len(prompt) + [1] * len(tokens)}
+    return {
+        "input_ids": prompt + tokens,
+        "trained": [0] * len(prompt) + [1] * len(tokens),
+    }
 
 
 def count_tokens(rows):

@@ -37,7 +37,9 @@ Deviations from the text of the paper:
 
 import torch
 
-MAX_LOG_RATIO = 5.0  # r in [1/148, 148]: far outside what a refreshed buffer shows in ordinary runs
+MAX_LOG_RATIO = (
+    5.0  # r in [1/148, 148]: far outside what a refreshed buffer shows in ordinary runs
+)
 
 
 def _float(x):
@@ -46,7 +48,9 @@ def _float(x):
 
 def _log_ratio(logps, old_logps):
     if logps.shape != old_logps.shape:  # (G,) beside (n, G) would be stretched
-        raise ValueError(f"log-probs now and at generation: {logps.shape} and {old_logps.shape}")
+        raise ValueError(
+            f"log-probs now and at generation: {logps.shape} and {old_logps.shape}"
+        )
     now = _float(logps)
     old = _float(old_logps)
     return (now - old).detach()

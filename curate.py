@@ -82,7 +82,9 @@ def well_formed(prompt, tokens, complete):
     if not complete or len(tokens) <= 1:
         return False
     is_copy = detect.is_copy(tokens[:-1], prompt)
-    repeats = len(tokens) > 11 and detect.repetition(tokens) > 0.5  # of more than eight 4-grams
+    repeats = (
+        len(tokens) > 11 and detect.repetition(tokens) > 0.5
+    )  # of more than eight 4-grams
     return not is_copy and not repeats
 
 

@@ -81,7 +81,12 @@ def add_readers(commands):
     )
     add("--out", help="file to write (kept.jsonl in a run, else NAME.kept.jsonl)")
     add = add_command(commands, "export", run_export)
-    add("--format", choices=export.FORMATS, required=True, help="pairs: new over original")
+    add(
+        "--format",
+        choices=export.FORMATS,
+        required=True,
+        help="pairs: new over original",
+    )
     add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")
     add_command(commands, "ranking", run_ranking, several=True)
 

@@ -72,7 +72,12 @@ def generate(
     )
     hidden = True if label is None else None
     bar = tqdm(
-        total=len(prompts), desc=label, disable=hidden, unit="answer", delay=2, leave=False
+        total=len(prompts),
+        desc=label,
+        disable=hidden,
+        unit="answer",
+        delay=2,
+        leave=False,
     )
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):

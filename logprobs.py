@@ -69,12 +69,18 @@ try:  # not on Windows, macOS and most CPU installations
 except ImportError:
     triton = None
 
-ATTENTION = "packed"          # the name under which the attention below is known to transformers
-KERNEL = "auto"               # or "torch", "triton", "reference"
-CHUNK_ELEMENTS = 2**23        # logits held at a time on the CPU: 32 MB in float32
-CUDA_CHUNK_ELEMENTS = 2**28   # on CUDA: 1 GB; products of 2,000 rows run at full speed
-UNREAD = ("softcap", "s_aux", "sinks", "position_bias", "indices")  # arguments of attentions
-SCALED_LOGITS = (             # entries of a configuration whose logits are not W h
+ATTENTION = "packed"  # the name under which the attention below is known to transformers
+KERNEL = "auto"  # or "torch", "triton", "reference"
+CHUNK_ELEMENTS = 2**23  # logits held at a time on the CPU: 32 MB in float32
+CUDA_CHUNK_ELEMENTS = 2**28  # on CUDA: 1 GB; products of 2,000 rows run at full speed
+UNREAD = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "indices",
+)  # arguments of attentions
+SCALED_LOGITS = (  # entries of a configuration whose logits are not W h
     "final_logit_softcapping",
     "logit_scale",
     "logits_scaling",
@@ -123,7 +129,9 @@ def _row_function(kernel, hidden):
     if kernel == "auto":
         kernel = "triton" if fits and hidden.is_cuda else "torch"
     if kernel == "triton" and not fits:
-        raise ValueError(f"kernel 'triton' is not for {hidden.dtype}, or Triton is not installed")
+        raise ValueError(
+            f"kernel 'triton' is not for {hidden.dtype}, or Triton is not installed"
+        )
     return {"torch": _torch_rows, "triton": _triton_rows}[kernel]
 
 
@@ -206,7 +214,9 @@ def _torch_rows(logits, targets, head, logps, gradient):
     rounding, before the product with `head` (V, d).
     """
     target = targets[:, None]
-    top = logits.amax(dim=1, keepdim=True)  # subtracted first, so that nothing below overflows
+    top = logits.amax(
+        dim=1, keepdim=True
+    )  # subtracted first, so that nothing below overflows
     picked = logits.gather(1, target) - top
     exps = logits.scatter_(1, target, -torch.inf).sub_(top).exp_()
     rest = exps.sum(dim=1, keepdim=True)
@@ -254,8 +264,16 @@ if triton is not None:
     HEADROOM = tl.constexpr(40.0)  # nats that a logit may lie above the offset
 
     @triton.jit
-    def _row_kernel(logits_ptr, exps_ptr, targets_ptr, logps_ptr, rest_ptr, total_ptr, stride,
-                    V: tl.constexpr):
+    def _row_kernel(
+        logits_ptr,
+        exps_ptr,
+        targets_ptr,
+        logps_ptr,
+        rest_ptr,
+        total_ptr,
+        stride,
+        V: tl.constexpr,
+    ):
         """One program a row of float32 logits (V,), which is read once.
 
         exp(z - offset) needs an offset before the row's maximum is known: the larger of the
@@ -263,7 +281,9 @@ if triton is not None:
         within HEADROOM of the maximum does; a row that rises higher is read a second time.
         """
         row = tl.program_id(0)
-        begin = row.to(tl.int64) * stride  # 2^31 logits are 16,744 rows of Llama's vocabulary
+        begin = (
+            row.to(tl.int64) * stride
+        )  # 2^31 logits are 16,744 rows of Llama's vocabulary
         target = tl.load(targets_ptr + row)
         picked = tl.load(logits_ptr + begin + target)
         lanes = tl.arange(0, BLOCK)
@@ -333,8 +353,18 @@ def pack(rows, device="cpu"):
     }
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
-                     cu_seqlens=None, row_lengths=None, **kwargs):
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    cu_seqlens=None,
+    row_lengths=None,
+    **kwargs,
+):
     """Causal attention inside each packed row; without `cu_seqlens`, transformers' own SDPA.
 
     query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) int32 row borders,
@@ -356,14 +386,18 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
     longest = max(lengths)
     window = kwargs.get("sliding_window")
     if window is not None and window < longest:
-        raise ValueError(f"a row of {longest} tokens is longer than the model's sliding "
-                         f"window of {window}; lower --max-length")
+        raise ValueError(
+            f"a row of {longest} tokens is longer than the model's sliding "
+            f"window of {window}; lower --max-length"
+        )
     for name in UNREAD:
         if kwargs.get(name) is not None:
             raise ValueError(f"this model's attention needs {name}, which is not supported")
     dtype = value.dtype
     if value.device.type == "cpu" and dtype == torch.bfloat16:
-        value = value.float()  # torch's bf16 backward takes twice as long there, and is less exact
+        value = (
+            value.float()
+        )  # torch's bf16 backward takes twice as long there, and is less exact
     groups = query.shape[1] // key.shape[1]
     query = query.to(value.dtype)  # a norm under autocast is float32
     key = repeat_kv(key.to(value.dtype), groups)
@@ -375,7 +409,9 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, dr
         return output[None], None
     causal = {"scale": scaling, "is_causal": True, "dropout_p": dropout}
     outputs = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(
+        *(x.split(lengths, dim=2) for x in (query, key, value)), strict=True
+    ):
         outputs.append(scaled_dot_product_attention(q, k, v, **causal))
     output = torch.cat(outputs, dim=2)
     return output.transpose(1, 2).contiguous().to(dtype), None
@@ -393,7 +429,9 @@ def _fits_varlen(query, value):
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # generation pads, and needs real masks
+AttentionMaskInterface.register(
+    ATTENTION, sdpa_mask
+)  # generation pads, and needs real masks
 
 
 def packed_forward(model, batch):
@@ -424,7 +462,9 @@ def _plain_head(causal_lm):
         return None
     if head.weight.requires_grad and torch.is_grad_enabled():
         return None
-    scaled = any(getattr(causal_lm.config, name, None) is not None for name in SCALED_LOGITS)
+    scaled = any(
+        getattr(causal_lm.config, name, None) is not None for name in SCALED_LOGITS
+    )
     return None if scaled else head.weight
 
 
@@ -437,8 +477,10 @@ def token_logps(model, batch, reference=False, greedy=False):
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     attention = causal_lm.config._attn_implementation
     if attention != ATTENTION:
-        raise ValueError(f"load the model with attn_implementation={ATTENTION!r}: under "
-                         f"{attention!r} packed rows see each other")
+        raise ValueError(
+            f"load the model with attn_implementation={ATTENTION!r}: under "
+            f"{attention!r} packed rows see each other"
+        )
     where = batch["response_mask"].nonzero().squeeze(1)
     targets = batch["targets"][where]
     row = torch.searchsorted(batch["cu_seqlens"][1:].long(), where, right=True)
@@ -488,10 +530,15 @@ def check_model(model, tolerance):
     for tokens in (range(3, 10), range(11, 16)):
         rows.append({"input_ids": [*tokens], "trained": [1] * len(tokens)})
     packed, _ = sequence_logprobs(model, pack(rows, model.device))
-    single = torch.cat([
-        sequence_logprobs(model, pack([row], model.device), reference=True)[0] for row in rows
-    ])
+    single = torch.cat(
+        [
+            sequence_logprobs(model, pack([row], model.device), reference=True)[0]
+            for row in rows
+        ]
+    )
     error = ((packed - single).abs() / single.abs().clamp_min(1.0)).max()
     if not error <= tolerance:
-        raise ValueError(f"{type(model).__name__}: packed log-probs differ from the model's own by "
-                         f"{error:.1e} (allowed {tolerance:.0e}); this architecture does not fit")
+        raise ValueError(
+            f"{type(model).__name__}: packed log-probs differ from the model's own by "
+            f"{error:.1e} (allowed {tolerance:.0e}); this architecture does not fit"
+        )

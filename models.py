@@ -139,6 +139,12 @@ def _read_weights(name, device, dtype, four_bit):
             f"{name}: the weights file lacks {len(missing)} of the model's tensors "
             f"(such as {min(missing)}); copy it again"
         )
+    unexpected = report["unexpected_keys"]
+    if unexpected:
+        print(
+            f"warning: {name}: {len(unexpected)} tensors of the weights file have no place in "
+            f"the model of its config.json ({min(unexpected)}, ...)"
+        )
     return model
 
 
@@ -216,7 +222,10 @@ def _load_adapter(model, adapter):
     import peft
 
     options = {"is_trainable": True, "ignore_mismatched_sizes": True}
-    with _reading(adapter, "the LoRA adapter"), warnings.catch_warnings(action="ignore"):
+    with (
+        _reading(adapter, "the LoRA adapter"),
+        warnings.catch_warnings(action="ignore"),
+    ):
         model = peft.PeftModel.from_pretrained(model, adapter, **options)
         # Once more: what matches nothing stays random, and only this call tells.
         report = model.load_adapter(adapter, "default", **options)
@@ -231,7 +240,7 @@ def _load_adapter(model, adapter):
 
 def _check_adapter(model, config, adapter):
     """`UserError` for anything but plain LoRA: it would be in no checkpoint, or change the base."""
-    others = [
+    foreign = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and "lora_" not in name
@@ -243,7 +252,7 @@ def _check_adapter(model, config, adapter):
         and config.lora_alpha > 0
         and config.init_lora_weights in (True, False, "gaussian")
     )
-    if others or not plain:
+    if foreign or not plain:
         raise UserError(
             f"{adapter}: only plain LoRA adapters are trained further (no DoRA, PiSSA, OLoRA, "
             "bias, trained tokens, modules_to_save, alpha 0); merge it and give the result as "

@@ -47,10 +47,14 @@ def penalty(epoch, rho_start=0.1, rho_step=0.1):
     `epoch` counts from 0. Raises ValueError when rho_k is outside (0, 1): there gamma is no longer
     a positive finite number and the upper level would lose its weight.
     """
-    rho = round(rho_start + rho_step * epoch, 12)  # 0.1 + 0.1 * 2 is 0.3, not 0.30000000000000004
+    rho = round(
+        rho_start + rho_step * epoch, 12
+    )  # 0.1 + 0.1 * 2 is 0.3, not 0.30000000000000004
     if not 0.0 < rho < 1.0:
-        raise ValueError(f"rho must lie inside (0, 1); epoch {epoch} has rho_start + epoch * "
-                         f"rho_step = {rho_start} + {epoch} * {rho_step} = {rho}")
+        raise ValueError(
+            f"rho must lie inside (0, 1); epoch {epoch} has rho_start + epoch * "
+            f"rho_step = {rho_start} + {epoch} * {rho_step} = {rho}"
+        )
     return rho / (1.0 - rho)
 
 
@@ -80,7 +84,9 @@ class Selector:
     ):
         dtype = torch.promote_types(dtype, torch.float32)
         self.logits = torch.zeros(num_rows, dtype=dtype, device=device)
-        self.last_losses = torch.full_like(self.logits, math.nan)  # C of each row when last seen
+        self.last_losses = torch.full_like(
+            self.logits, math.nan
+        )  # C of each row when last seen
         self._buffer = torch.empty_like(self.logits)
         self.center = center
         self.baseline = None
@@ -139,7 +145,7 @@ class Selector:
                 f"with a gamma of {gamma} the weighted losses are not finite: {losses}"
             )
         gradient = exp.mul_(-total / (mean * len(exp)))  # the dense part
-        gradient.index_add_(0, rows, weighted)           # the sparse part
+        gradient.index_add_(0, rows, weighted)  # the sparse part
         self.last_losses[rows] = losses
         if self.center:
             self.baseline = past + (1.0 - self.CENTER_DECAY) * (losses.mean() - past)

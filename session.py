@@ -148,7 +148,7 @@ def set_up(args, device, tokenizer, rows, plan):
         dtype=model.dtype,
         device=model.device,
     )
-    out, saved = open_run(args, rows, learner, selector)
+    out, saved = enter_run(args, rows, learner, selector)
     reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
         pairs = {name: getattr(rows, name) for name in reference}
@@ -157,7 +157,7 @@ def set_up(args, device, tokenizer, rows, plan):
     return Session(tokenizer, rows, plan, learner, selector, reference, base, out, saved)
 
 
-def read_rows(args, tokenizer):
+def read_sets(args, tokenizer):
     """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
     config = models.load_config(args.model)
     levels = sets.load_levels(args, tokenizer, models.context_length(config))
@@ -247,7 +247,7 @@ def warn_of_other_base(adapter, base_weights):
         print(f"warning: {adapter}: began on other base weights or in another dtype")
 
 
-def open_run(args, rows, learner, selector):
+def enter_run(args, rows, learner, selector):
     """(run folder, the state of its last checkpoint or None): made anew, or continued."""
     model = learner.model
     config = {
@@ -388,7 +388,7 @@ class Judged:
     implicit: torch.Tensor
 
 
-def judge_rows(args, run):
+def judge_lower(args, run):
     """`Judged` by the losses under the final model; omega is for the scripts to put in front."""
     model = run.learner.model
     lower = run.rows.lower
@@ -438,7 +438,7 @@ def result_of(args, run, judged, kept):
     return result
 
 
-def write_ranking(run, judged, keep_fraction):
+def save_ranking(run, judged, keep_fraction):
     """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
     score = next(iter(judged.scores.values()))
     path = run.out / "weights.jsonl"

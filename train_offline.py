@@ -207,11 +207,11 @@ def train(args, run):
 
 def finish(args, run):
     """Every lower row ranked, the adapter, one table."""
-    judged = session.judge_rows(args, run)
+    judged = session.judge_lower(args, run)
     if args.method == "bds":
         judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
     judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
-    ranked = session.write_ranking(run, judged, args.keep_fraction)
+    ranked = session.save_ranking(run, judged, args.keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(run.rows.lower, judged.scores)
     session.save_and_print(run, result, labels, judged.scores)
@@ -221,7 +221,7 @@ def main(argv=None):
     args = parse_args(argv)
     device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
-    rows = session.read_rows(args, tokenizer)
+    rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
     options.penalties(
         args, plan.num_epochs

@@ -318,19 +318,19 @@ def descend(
     *,
     clip,
     micro_batch,
-    num_answers,
     kind=None,
     reference=None,
 ):
     """One step of `parameters` on (1 - rho) L_val + rho mean_i W_i (1/G) sum_g r^g L_{i,g}.
 
     As in train_offline.py, but lower_batch holds one `Answers` a row, without rows for a dropped
-    one; num_answers: G; kind: see `answer_weights`. Returns `OnlineLosses`.
+    one; kind: see `answer_weights`. Returns `OnlineLosses`.
     """
     upper_all = weights.new_zeros(len(upper_batch))
     lower_all = weights.new_zeros(len(lower_batch))
     weighted_all = torch.zeros_like(lower_all)
-    ratios = weights.new_zeros(len(lower_batch), num_answers)
+    groups = [len(a.rows) for a in lower_batch if a.old_logps is not None]  # G each
+    ratios = weights.new_zeros(len(lower_batch), max(groups, default=1))
     num_clamped = torch.tensor(0)
     upper_rows = [batches.sequences([row]) for row in upper_batch]
     lower_rows = [answers.rows for answers in lower_batch]
@@ -422,9 +422,9 @@ def train(args, run, masking):
     lower = batches.tokens_only(rows.lower)
     upper = Upper(rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
-    limits["num_answers"] = args.num_answers
     sampling = sampling_options(args, run)
-    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
+    kind = {"kind": args.ratio, **limits}
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **kind)
     descend_hat = partial(
         descend, model, learner.theta_hat, learner.optimizer_hat, **limits
     )
@@ -459,7 +459,6 @@ def train(args, run, masking):
                 buffer = dict(zip(coming, answers, strict=True))
                 num_written += len(written)
                 metrics |= answer_metrics(written)
-                metrics["time/generate"] = time.perf_counter() - started
 
         # --- sample: line 4 -----------------------------------------------------------------------
         places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
@@ -470,9 +469,7 @@ def train(args, run, masking):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        losses = descend_theta(
-            upper_batch, lower_batch, weights, rho, reference=margins, kind=args.ratio
-        )
+        losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
         # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
@@ -529,7 +526,7 @@ def restore(saved, masking, num_rows):
 def finish(args, run, masking, mask, buffer, num_written):
     """Every lower row ranked, masked questions answered once more, the adapter, one table."""
     lower = run.rows.lower
-    judged = session.judge_rows(args, run)
+    judged = session.judge_lower(args, run)
     omega = run.selector.logits.cpu()
     omega = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
     judged.scores = {"weight": omega, **judged.scores}
@@ -538,7 +535,7 @@ def finish(args, run, masking, mask, buffer, num_written):
     keep_fraction = args.keep_fraction
     if masking.given is not None:  # what a file has put away does not come back as kept
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
-    ranked = session.write_ranking(run, judged, keep_fraction)
+    ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(lower, judged.scores)
     if not mask.all():  # omega alone has judged the originals of the other rows
@@ -562,7 +559,7 @@ def main(argv=None):
     args = parse_args(argv)
     device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
-    rows = session.read_rows(args, tokenizer)
+    rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
     options.penalties(
         args, plan.num_epochs

@@ -37,7 +37,12 @@ def add_settings(parser):
         help="of the lower rows (0.05)",
     )
     add("--epochs", type=int, default=4, help="of the warm-up, a checkpoint each (4)")
-    add("--lr", type=float, default=2e-5, help="of the warm-up, linear, 3 %% rising (2e-5)")
+    add(
+        "--lr",
+        type=float,
+        default=2e-5,
+        help="of the warm-up, linear, 3 %% rising (2e-5)",
+    )
     add("--batch", type=int, default=32, help="rows a warm-up step (32)")
     add(
         "--micro-batch",

@@ -269,7 +269,12 @@ def run_less(args, base, levels):
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
     settings = WarmUp(
-        args.warmup_fraction, args.epochs, args.batch, args.micro_batch, args.lr, args.seed
+        args.warmup_fraction,
+        args.epochs,
+        args.batch,
+        args.micro_batch,
+        args.lr,
+        args.seed,
     )
     files = warm_up(model, theta, rows[0], work, settings)
     return less_scores(model, theta, rows, groups, files, args.micro_batch)

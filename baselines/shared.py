@@ -113,7 +113,8 @@ def open_rows(args):
         rows = getattr(levels, name)
         if rows is not None:
             print(
-                f"{len(rows)} {name} rows{sets.left_out(levels.reports[name])}", flush=True
+                f"{len(rows)} {name} rows{sets.left_out(levels.reports[name])}",
+                flush=True,
             )
     return levels, tokenizer
 

@@ -49,7 +49,12 @@ def add_step(add):
         help="random weights of the model's shape with so many tokens in the head",
     )
     add("--batch", type=positive, help="rows of each level a step (CUDA: 32, CPU: 8)")
-    add("--micro-batch", type=positive, default=8, help="rows of each level a forward (8)")
+    add(
+        "--micro-batch",
+        type=positive,
+        default=8,
+        help="rows of each level a forward (8)",
+    )
     add("--gradient-checkpointing", action="store_true")
 
 

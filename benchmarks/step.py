@@ -169,7 +169,6 @@ class Steps:
             RHO,
             clip=CLIP,
             micro_batch=self.micro_batch,
-            num_answers=group,
             kind="sequence",
         )
         (after,) = train_online.row_losses(self.model, answers)

@@ -22,13 +22,44 @@ LAYOUTS = {  # the first whose columns are all there wins
     "prompt/completion": ("prompt", "completion"),
 }
 NAMES = (
-    "bad", "chosen", "completion", "conversations", "input", "instruction", "kind", "messages",
-    "output", "prompt", "question", "rejected", "response", "system",
+    "bad",
+    "chosen",
+    "completion",
+    "conversations",
+    "input",
+    "instruction",
+    "kind",
+    "messages",
+    "output",
+    "prompt",
+    "question",
+    "rejected",
+    "response",
+    "system",
 )
-MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns beside a conversation
-CALLS = ("tool_calls", "function_call", "tool_call", "tool_use")  # keys, roles and types of parts
+MEDIA = (
+    "image",
+    "images",
+    "audio",
+    "audios",
+    "video",
+    "videos",
+)  # columns beside a conversation
+CALLS = (
+    "tool_calls",
+    "function_call",
+    "tool_call",
+    "tool_use",
+)  # keys, roles and types of parts
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
-KEYS = {"role", "from", "content", "value", "weight", *CALLS}  # the keys of a message that are read
+KEYS = {
+    "role",
+    "from",
+    "content",
+    "value",
+    "weight",
+    *CALLS,
+}  # the keys of a message that are read
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -50,6 +81,7 @@ VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without 
 
 
 # --- columns --------------------------------------------------------------------------------------
+
 
 def parse_columns(columns):
     """`"prompt=question,response=answer"` or a dict -> a dict from our name to the source's."""
@@ -111,6 +143,7 @@ def unread_keys(row, layout):
 
 # --- a row ----------------------------------------------------------------------------------------
 
+
 def row_messages(row, layout, side, place):
     """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
 
@@ -131,7 +164,9 @@ def row_messages(row, layout, side, place):
 def _turns(row, layout, side, place):
     def get(column):
         if column not in row:
-            raise UserError(f'{place}: no column "{column}"; found {", ".join(map(str, row))}')
+            raise UserError(
+                f'{place}: no column "{column}"; found {", ".join(map(str, row))}'
+            )
         return row[column]
 
     def text(column):
@@ -163,19 +198,28 @@ def _turns(row, layout, side, place):
         reply = [{"role": "assistant", "content": text(answer)}]
     else:
         reply = _messages(reply, f'{place}: "{answer}"')
-        if reply and reply[0]["role"] != "assistant":  # the whole dialogue, its prompt included
+        if (
+            reply and reply[0]["role"] != "assistant"
+        ):  # the whole dialogue, its prompt included
             return reply
     if isinstance(get("prompt"), list):
         return _messages(get("prompt"), f'{place}: "prompt"') + reply
     prompt = text("prompt")
-    if reply and re.match(r"\s*Human:", prompt) and prompt.rstrip().endswith("\n\nAssistant:"):
+    if (
+        reply
+        and re.match(r"\s*Human:", prompt)
+        and prompt.rstrip().endswith("\n\nAssistant:")
+    ):
         reply[0]["content"] = reply[0]["content"].strip()
         return _dialogue(prompt, f'{place}: "prompt"')[:-1] + reply
     return [{"role": "user", "content": prompt}, *reply]
 
 
 def _exchange(prompt, response):
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    return [
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": response},
+    ]
 
 
 def text_of(value, place):
@@ -183,7 +227,9 @@ def text_of(value, place):
     if value is None:  # an empty cell
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{place} must be text, not {type(value).__name__} ({str(value)[:40]})")
+        raise UserError(
+            f"{place} must be text, not {type(value).__name__} ({str(value)[:40]})"
+        )
     if value.isascii():
         return value
     # Half a surrogate pair is legal in JSON and fatal to tokenizers and Arrow.
@@ -193,7 +239,9 @@ def text_of(value, place):
 def _messages(value, place):
     if not isinstance(value, list):
         raise UserError(f"{place} must be a list of messages, not {type(value).__name__}")
-    return [_message(item, f"{place} message {number}") for number, item in enumerate(value)]
+    return [
+        _message(item, f"{place} message {number}") for number, item in enumerate(value)
+    ]
 
 
 def _message(item, place):
@@ -245,6 +293,7 @@ def _dialogue(text, place):
 
 
 # --- messages -------------------------------------------------------------------------------------
+
 
 def clean_messages(messages, end_markers):
     """Messages up to the last answer to train on, roles alternating, end markers cut; or [].

@@ -34,7 +34,9 @@ def load_levels(args, tokenizer, context_length):
             source = getattr(args, name)
             if source is None:
                 continue
-            level = name.removesuffix("_heldout")  # held-out rows are read the way their level is
+            level = name.removesuffix(
+                "_heldout"
+            )  # held-out rows are read the way their level is
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
                 source,
@@ -78,11 +80,14 @@ def drop_held_out(levels, reports):
             gone = set(shared)
             kept = [place for place, row_id in enumerate(row_ids) if row_id not in gone]
             if not kept:
-                raise UserError(f"{train}: every row has a prompt that is held out in {held_out}")
+                raise UserError(
+                    f"{train}: every row has a prompt that is held out in {held_out}"
+                )
             levels[train] = levels[train].select(kept)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
+
 
 @dataclass
 class Side:
@@ -119,7 +124,9 @@ def load_pairs(source, tokenizer, **options):
             dropped["unpaired"].append(row_id)
         elif partner.prompt != side.prompt:
             dropped["two questions"].append(row_id)
-        elif partner.answers & side.answers:  # as texts, or as what --max-length leaves of them
+        elif (
+            partner.answers & side.answers
+        ):  # as texts, or as what --max-length leaves of them
             dropped["equal"].append(row_id)
         else:
             places.append(side.place)
@@ -128,7 +135,8 @@ def load_pairs(source, tokenizer, **options):
         raise UserError(f"{source}: no pair with two different responses is left")
     rejected = rejected.select(partner_places).select_columns(["input_ids", "trained"])
     rejected = rejected.rename_columns(
-        {"input_ids": "rejected_input_ids", "trained": "rejected_trained"})
+        {"input_ids": "rejected_input_ids", "trained": "rejected_trained"}
+    )
     report["layout"] = "pairs"
     report["truncated"] += rejected_report["truncated"]
     report["dropped"] |= dropped
@@ -147,6 +155,7 @@ def _sides(rows):
 
 # --- parts of a set -------------------------------------------------------------------------------
 
+
 def each_row(rows, *columns):
     """The values of these columns, a tuple a row; a long data set is never in memory as a whole."""
     for batch in rows.select_columns([*columns]).iter(batch_size=10_000):
@@ -163,7 +172,9 @@ def split_held_out(rows, count, seed):
         groups.setdefault(prompt, []).append(place)
     groups = list(groups.values())
     # A generator of its own, that of `batches.permutation` with stream 2.
-    generator = torch.Generator().manual_seed(int(content_hash(str(seed), "0", "2"), 16) >> 1)
+    generator = torch.Generator().manual_seed(
+        int(content_hash(str(seed), "0", "2"), 16) >> 1
+    )
     held = set()
     for number in torch.randperm(len(groups), generator=generator).tolist():
         if len(held) + len(groups[number]) <= count:
@@ -208,6 +219,7 @@ def _tables(rows, columns):
 
 # --- reports and checks ---------------------------------------------------------------------------
 
+
 def left_out(report):
     """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
     facts = []
@@ -235,7 +247,9 @@ def sequence_lengths(rows):
     names = [name for name in rows.column_names if name.endswith("input_ids")]
     lengths = []
     for table in _tables(rows, names):
-        counts = [pyarrow.compute.list_value_length(table[name]).to_pylist() for name in names]
+        counts = [
+            pyarrow.compute.list_value_length(table[name]).to_pylist() for name in names
+        ]
         lengths.append(torch.tensor(counts))
     return torch.cat(lengths, dim=1)
 
@@ -273,7 +287,9 @@ def check_vocabulary(levels, config):
 def rows_hash(rows):
     """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
     digest = hashlib.sha256()
-    names = [name for name in ("row_id", "hash", *TOKEN_COLUMNS) if name in rows.column_names]
+    names = [
+        name for name in ("row_id", "hash", *TOKEN_COLUMNS) if name in rows.column_names
+    ]
     for table in _tables(rows, names):
         for name in names:
             values = table[name].combine_chunks()

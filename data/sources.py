@@ -23,6 +23,7 @@ BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 
 # --- which files ----------------------------------------------------------------------------------
 
+
 def find_parts(source):
     """The parts of a source in order: paths of data files, or one `datasets.Dataset`."""
     split = None
@@ -34,7 +35,9 @@ def find_parts(source):
     if path.is_file() and not split and _is_data(path):
         return [path]
     if path.exists():
-        raise UserError(f"{path}: no data file ({', '.join(SUFFIXES)}), or a split of one file")
+        raise UserError(
+            f"{path}: no data file ({', '.join(SUFFIXES)}), or a split of one file"
+        )
     hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", str(source))
     if hub_name and not _is_data(path):
         return [_load_hub(str(source), split or "train")]
@@ -64,11 +67,15 @@ def _folder_parts(folder, split):
             files.append(path)
     # Without a split, files named "train" win: test files beside them must not slip into training.
     word = rf"(^|[^a-z]){re.escape(split or 'train')}(ing)?($|[^a-z])"
-    chosen = [p for p in files if re.search(word, str(p.relative_to(folder)), re.IGNORECASE)]
+    chosen = [
+        p for p in files if re.search(word, str(p.relative_to(folder)), re.IGNORECASE)
+    ]
     if not split:
         chosen = chosen or files
     if not chosen:
-        raise UserError(f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}")
+        raise UserError(
+            f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}"
+        )
     if len(chosen) < len(files):
         print(f"{folder}: reads {len(chosen)} of {len(files)} files")
     return chosen
@@ -86,17 +93,19 @@ def _load_hub(source, split):
     except Exception as error:
         reason = first_line(error)
         if not reachable:
-            reason = "no such file or folder, the hub cannot be reached, and it is not cached"
+            reason = (
+                "no such file or folder, the hub cannot be reached, and it is not cached"
+            )
         raise UserError(f"{source}: {reason}") from error
 
 
-def source_stamp(parts):
+def source_stamp(files_or_sets):
     """What the rows of these parts depend on: endings and content hashes of files.
 
     No times: two runs that start together may both write a file, with the same rows.
     """
     stamp = []
-    for part in parts:
+    for part in files_or_sets:
         files = [part]
         if not isinstance(part, Path):
             stamp.append(part._fingerprint)
@@ -109,6 +118,7 @@ def source_stamp(parts):
 
 # --- rows -----------------------------------------------------------------------------------------
 
+
 def read_part(part, source):
     """Yield (place, row) for each row of a part; the place is for messages.
 
@@ -118,7 +128,9 @@ def read_part(part, source):
     rows = _saved_rows
     if isinstance(part, Path):
         name = part
-        rows = {".parquet": _parquet_rows, ".csv": _csv_rows}.get(part.suffix.lower(), _json_rows)
+        rows = {".parquet": _parquet_rows, ".csv": _csv_rows}.get(
+            part.suffix.lower(), _json_rows
+        )
     place = "start"
     rows = rows(part)
     while place:
@@ -163,7 +175,9 @@ def _csv_rows(path):
         _check_header(reader.fieldnames or ())
         for row in reader:
             if None in row or None in row.values():
-                raise ValueError(f"line {reader.line_num} has not as many cells as the header")
+                raise ValueError(
+                    f"line {reader.line_num} has not as many cells as the header"
+                )
             yield f"line {reader.line_num}", row
 
 
@@ -183,8 +197,7 @@ def _parquet_rows(path):
 
 
 def _saved_rows(rows):
-    """The rows of a `datasets.Dataset`. Sounds and images stay bytes: Arrow does not decode them.
-    """
+    """The rows of a `datasets.Dataset`. Sounds and images stay bytes: Arrow decodes none."""
     if "Json(" in str(rows.features):  # in Arrow its values are text
         for number, row in enumerate(rows):
             yield f"row {number}", row

@@ -10,7 +10,9 @@ from runtime.command import reading
 from utils import UserError
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-CHAT_DATE = "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
+CHAT_DATE = (
+    "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
+)
 # Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
 MARK = "\ud800{}\udfff"
 
@@ -66,7 +68,7 @@ def plain_segments(messages, template, turns):
         head = text.rstrip()
         if after:
             answer = answer.rstrip()
-        segments += [(head, 0), (text[len(head):] + answer, 1)]
+        segments += [(head, 0), (text[len(head) :] + answer, 1)]
         text = ""
     return segments
 
@@ -78,6 +80,7 @@ def chat_segments(messages, tokenizer, turns, place):
     of the loss: generation stops before it. Raises `UserError` where a template does not render
     like that, and whatever the template itself raises.
     """
+
     def render(count, prompt=False):
         return tokenizer.apply_chat_template(
             messages[:count],
@@ -99,7 +102,7 @@ def chat_segments(messages, tokenizer, turns, place):
                 "generation prompt plus the response, so the response cannot be told apart; pass "
                 "a plain --template, or train on the last turn only"
             )
-        segments += [(full[done:len(head)], 0), (full[len(head):len(answer)], 1)]
+        segments += [(full[done : len(head)], 0), (full[len(head) : len(answer)], 1)]
         done = len(answer)
     return segments
 
@@ -133,11 +136,15 @@ class Encoder:
 
     def protect(self, text):
         """The text with a mark in place of every special-token string."""
-        return self.strings.sub(lambda match: MARK.format(self.specials.index(match[0])), text)
+        return self.strings.sub(
+            lambda match: MARK.format(self.specials.index(match[0])), text
+        )
 
     def encode(self, texts, continued):
         """Texts -> lists of token ids; `continued` texts follow other text of their row."""
-        split = [self.marks.split(text) for text in texts]  # text, number of a special, text ...
+        split = [
+            self.marks.split(text) for text in texts
+        ]  # text, number of a special, text ...
         ids = self._plain([pieces[0] for pieces in split], continued, literal=False)
         for row, pieces in zip(ids, split, strict=True):
             for place, piece in enumerate(pieces[1:]):
@@ -153,7 +160,9 @@ class Encoder:
             return self._call(texts, literal)
         count = len(self.newline)
         lists = []
-        for ids, text in zip(self._call(["\n" + t for t in texts], literal), texts, strict=True):
+        for ids, text in zip(
+            self._call(["\n" + t for t in texts], literal), texts, strict=True
+        ):
             if ids[:count] == self.newline:
                 lists.append(ids[count:])
             else:
@@ -163,7 +172,9 @@ class Encoder:
     def _call(self, texts, literal):
         if not texts:
             return []
-        with reading("the tokenizer cannot encode some text"):  # such as an unknown character
+        with reading(
+            "the tokenizer cannot encode some text"
+        ):  # such as an unknown character
             return self.tokenizer(
                 texts,
                 add_special_tokens=False,

@@ -43,8 +43,13 @@ from utils import UserError, content_hash, first_line, write_atomic
 
 FORMAT = 11  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
-ENDOFTEXT = "<|endoftext|>"  # stands as text in data sets made from documents of any tokenizer
-LABELS = ("bad", "kind")  # columns that a source may have: what is known to be wrong with a row
+ENDOFTEXT = (
+    "<|endoftext|>"  # stands as text in data sets made from documents of any tokenizer
+)
+LABELS = (
+    "bad",
+    "kind",
+)  # columns that a source may have: what is known to be wrong with a row
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
 TYPES = {
@@ -60,8 +65,20 @@ TYPES = {
 }
 
 
-def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turns="last",
-              side="chosen", max_length=2048, limit=None, seed=0, cache_dir=".cache"):
+def load_rows(
+    source,
+    tokenizer,
+    *,
+    name=None,
+    columns=None,
+    template=None,
+    turns="last",
+    side="chosen",
+    max_length=2048,
+    limit=None,
+    seed=0,
+    cache_dir=".cache",
+):
     """Tokenised rows of a source, memory-mapped from a cache, and a report of what was dropped.
 
     source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
@@ -101,17 +118,19 @@ def load_rows(source, tokenizer, *, name=None, columns=None, template=None, turn
         limit=limit,
         seed=seed if limit else None,
     )
-    parts = find_parts(source)
-    stamp = source_stamp(parts)
+    files = find_parts(source)
+    stamp = source_stamp(files)
     key = [FORMAT, stamp, vars(settings), _tokenizer_state(tokenizer)]
     fingerprint = content_hash(json.dumps(key))
     report_file = Path(cache_dir) / f"rows-{fingerprint}.json"
 
     def tokenised():
-        source_rows = itertools.chain.from_iterable(read_part(part, source) for part in parts)
+        source_rows = itertools.chain.from_iterable(
+            read_part(part, source) for part in files
+        )
         reader = Reader(tokenizer, settings, name)
         yield from reader.read(source_rows)
-        if source_stamp(parts) != stamp:
+        if source_stamp(files) != stamp:
             raise UserError(f"{source}: has changed while it was read; start again")
         # The rows appear in the cache after this generator has ended: no rows without a report.
         write_atomic(report_file, json.dumps(reader.report))
@@ -140,8 +159,15 @@ def _tokenizer_state(tokenizer):
     state = sorted(tokenizer.get_vocab().items())
     if backend is not None:
         state = json.loads(backend.to_str())
-        state["truncation"] = state["padding"] = None  # left behind by whoever called it last
-    return [state, tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.bos_token_id]
+        state["truncation"] = state["padding"] = (
+            None  # left behind by whoever called it last
+        )
+    return [
+        state,
+        tokenizer.chat_template,
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+    ]
 
 
 class Reader:
@@ -157,7 +183,10 @@ class Reader:
         self.dropped = defaultdict(list)
         self.template_refusal = None
         counts = ("rows_in_source", "rows_kept", "truncated", "bad", "unlabelled")
-        self.report = dict.fromkeys(counts, 0) | {"dropped": self.dropped, "layout": None}
+        self.report = dict.fromkeys(counts, 0) | {
+            "dropped": self.dropped,
+            "layout": None,
+        }
 
     def read(self, rows):
         """(place, row) of the source -> tokenised rows, in batches: memory is flat without a limit.
@@ -181,8 +210,14 @@ class Reader:
             raise UserError(f"{self.name}: the source holds no rows")
         if not report["rows_kept"]:
             counts = {reason: len(ids) for reason, ids in self.dropped.items()}
-            said = f"; the template says: {self.template_refusal}" if self.template_refusal else ""
-            raise UserError(f"{self.name}: no row is left to train on, dropped {counts}{said}")
+            said = (
+                f"; the template says: {self.template_refusal}"
+                if self.template_refusal
+                else ""
+            )
+            raise UserError(
+                f"{self.name}: no row is left to train on, dropped {counts}{said}"
+            )
         report["extras"] = sorted(self.extras)
         columns = self.settings.columns
         report["unread"] = layouts.unread_columns(self.given, report["layout"], columns)
@@ -242,7 +277,9 @@ class Reader:
                 segments = chat_segments(shown, self.tokenizer, settings.turns, place)
         except UserError:
             raise
-        except Exception as error:  # a template is a program; it may not know a role, or be broken
+        except (
+            Exception
+        ) as error:  # a template is a program; it may not know a role, or be broken
             self.template_refusal = f"{type(error).__name__}: {first_line(error)}"
             self.dropped["template_refused"].append(row_id)
             return None
@@ -256,9 +293,13 @@ class Reader:
             "hash": content_hash(layouts.transcript(before), last["content"]),
             "prompt_hash": content_hash(normal),
             "segments": segments,
-            "bad": _flag(row.get("bad"), place),  # a row without a label is a good one of no kind
+            "bad": _flag(
+                row.get("bad"), place
+            ),  # a row without a label is a good one of no kind
             "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
-            "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 2 else None,
+            "messages": json.dumps(messages, ensure_ascii=False)
+            if len(messages) > 2
+            else None,
         }
 
     def _tokenise(self, records):
@@ -327,9 +368,12 @@ def _flag(value, place):
 
 # --- of tokens and rows ---------------------------------------------------------------------------
 
+
 def end_ids(tokenizer):
     """Token ids that end a turn. An unknown last character is often a special token, and no end."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
+    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {
+        tokenizer.eos_token_id
+    }
 
 
 def show_example(row, tokenizer):
@@ -337,7 +381,9 @@ def show_example(row, tokenizer):
     text = ""
     tokens = zip(row["trained"], row["input_ids"], strict=True)
     for trained, group in itertools.groupby(tokens, key=itemgetter(0)):
-        run = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
+        run = tokenizer.decode(
+            [token for _, token in group], clean_up_tokenization_spaces=False
+        )
         text += f"⟦{run}⟧" if trained else run
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
@@ -345,7 +391,7 @@ def show_example(row, tokenizer):
 def empty_prompt(prompts):
     """What all prompts begin and end with: the template around an empty question."""
     head = commonprefix(prompts)  # noqa: RUF071, these are no paths
-    backwards = [prompt[len(head):][::-1] for prompt in prompts]
+    backwards = [prompt[len(head) :][::-1] for prompt in prompts]
     tail = commonprefix(backwards)[::-1]  # noqa: RUF071
     return (head + tail) or prompts[0][:1]
 

@@ -196,7 +196,7 @@ def comparison_rows(runs):
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def cell_text(value, runs, interval):
+def spread_text(value, runs, interval):
     """The text of a `mean_and_interval` (None for none) in a row of so many runs."""
     if value is None:
         return "-"
@@ -218,7 +218,7 @@ def comparison_cells(rows, columns=COLUMNS, interval=False):
     columns = [key for key in columns if any(key in row for row in rows)]
     cells = []
     for row in rows:
-        texts = [cell_text(row.get(key), row["n"], interval) for key in columns]
+        texts = [spread_text(row.get(key), row["n"], interval) for key in columns]
         cells.append([row["name"], row["n"], *texts])
     return ["run", "n", *columns], cells
 

@@ -33,7 +33,11 @@ def load_trained(name):
     """(model, tokenizer, run) of a run folder with its adapter, or of a base model (run None)."""
     device = processes.pick_device()
     if is_model(name):
-        return models.load_model(str(name), device), models.load_tokenizer(str(name)), None
+        return (
+            models.load_model(str(name), device),
+            models.load_tokenizer(str(name)),
+            None,
+        )
     run = Run(name)
     dtype, trained = run.args.dtype, run.config["environment"]
     if dtype == "auto" and trained["device"] == device.type == "cpu":

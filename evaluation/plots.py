@@ -55,7 +55,7 @@ RANKING_FIGURES = (
 # --- one figure -----------------------------------------------------------------------------------
 
 
-def draw(title, caption, curves, xlabel, ylabel):
+def draw_plot(title, caption, curves, xlabel, ylabel):
     """A <figure> of curves [(name, xs, ys)]; "" if none has a point. None leaves a point out."""
     from matplotlib.figure import Figure
 
@@ -110,7 +110,7 @@ def weight_figure(run):
     for share in (0.99, 0.9, 0.5, 0.1, 0.01):
         quantiles = [w.sort().values[round(share * (len(w) - 1))].item() for w in weights]
         curves.append((f"{share:.0%}", list(run.omegas), quantiles))
-    return draw(
+    return draw_plot(
         "Weights over the epochs",
         "Quantiles of the weights, whose mean is one.",
         curves,
@@ -124,7 +124,7 @@ def of_run(run):
     figures = ""
     for title, caption, unit, keys in STEP_FIGURES:
         curves = [(name, *over_steps(run, key)) for name, key in keys.items()]
-        figures += draw(title, caption, curves, "step", unit)
+        figures += draw_plot(title, caption, curves, "step", unit)
     lines = ranking_over_epochs(run)
     for title, caption, unit, keys in RANKING_FIGURES:
         curves = []
@@ -135,7 +135,7 @@ def of_run(run):
                 curves.append(
                     (label, [row["epoch"] for row in rows], [row[key] for row in rows])
                 )
-        figures += draw(title, caption, curves, "epoch", unit)
+        figures += draw_plot(title, caption, curves, "epoch", unit)
     return figures + weight_figure(run)
 
 
@@ -144,7 +144,7 @@ def of_runs(runs):
     figures = ""
     for level in ("upper", "lower"):
         curves = [(run.name, *over_epochs(run, f"{level}_heldout")) for run in runs]
-        figures += draw(
+        figures += draw_plot(
             f"Held-out {level} loss",
             "Rows never trained on, sequence mean; epoch 0 is the base model.",
             curves,

@@ -60,7 +60,9 @@ def evaluate(model, tokenizer, tasks, limit=None, batch_size=8):
     try:
         results = lm_eval.simple_evaluate(
             HFLM(
-                pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size
+                pretrained=model,
+                tokenizer=copy.deepcopy(tokenizer),
+                batch_size=batch_size,
             ),
             tasks=tasks,
             num_fewshot=0,

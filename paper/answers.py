@@ -5,19 +5,27 @@ import shlex
 from pathlib import Path
 
 from evaluation import winrate
-from paper.plans import METHODS, chosen, execute, run
+from paper.plans import METHODS, chosen, execute, run_each
 from paper.results import show
 from paper.running import log_of
 from toy import corpus
 from utils import UserError
 
-COMPARED = ("mixing rho=0.5", "BDS", "online R=10% G=1", "online dynamic", "control: drop")
+COMPARED = (
+    "mixing rho=0.5",
+    "BDS",
+    "online R=10% G=1",
+    "online dynamic",
+    "control: drop",
+)
 
 
 def zero_shot(args):
     """Zero-shot accuracy through lm-evaluation-harness."""
     if args.scale == "toy":
-        raise UserError("qa: the toy's model knows list puzzles only; use --scale small or paper")
+        raise UserError(
+            "qa: the toy's model knows list puzzles only; use --scale small or paper"
+        )
     files_of = execute(args, {name: METHODS[name] for name in chosen(args, COMPARED)})
     base = next(iter(files_of.values()))[:1]
     commands, answered = {}, {}
@@ -29,8 +37,7 @@ def zero_shot(args):
             words = ["eval.py", "qa", str(file.parent), *args.qa, *flags]
             commands[out] = shlex.join([*words, "--out", str(out)])
             answered[method].append(out)
-    args.workers = 1  # The harness uses every core.
-    run(args, commands)
+    run_each(args, commands, workers=1)  # The harness uses every core.
     if args.list:
         return
     results = {}
@@ -80,8 +87,8 @@ def win_rates(args):
             judge += ["--reference", str(base)]
             judge += ["--out", str(judged)]
             verdicts[judged] = shlex.join([*judge, *args.judge])
-    run(args, answers)
-    run(args, verdicts)
+    run_each(args, answers)
+    run_each(args, verdicts)
     if args.list:
         return
     columns = {"win_rate": "win rate %", "n_draws": "ties", "n_missing": "not judged"}
@@ -135,6 +142,6 @@ def example_answers(args):
     runs = [str(files[0].parent) for files in files_of.values()]
     words = ["eval.py", "answers", *runs, *prompts]
     words += ["--max-new-tokens", str(args.tokens)]
-    run(args, {table: shlex.join(words)})
+    run_each(args, {table: shlex.join(words)})
     if not args.list:
         print(log_of(table).read_text())

@@ -26,7 +26,13 @@ CLAIMS = (
     ("BDS beats DSIR", "table1", "BDS", "DSIR", UPPER),
     ("online beats BDS", "table1", ONLINE, "BDS", UPPER),
     ("... and leaving those rows out", "table1", ONLINE, DROP, UPPER),
-    ("a dynamic mask beats leaving its rows out", "table1", DYNAMIC, DYNAMIC_DROP, UPPER),
+    (
+        "a dynamic mask beats leaving its rows out",
+        "table1",
+        DYNAMIC,
+        DYNAMIC_DROP,
+        UPPER,
+    ),
     ("masking 10 % beats 5 %", "table1", ONLINE, "online R=5% G=1", UPPER),
     ("... and 20 %", "table1", ONLINE, "online R=20% G=1", UPPER),
     ("five answers beat one", "table1", "online R=10% G=5", ONLINE, UPPER),
@@ -108,5 +114,7 @@ def marked(values):
     if not values:
         return "not run"
     mean, half = interval(values)
-    around = {"as claimed": "**", "the reverse": "*", "not resolved": ""}[verdict_of(mean, half)]
+    around = {"as claimed": "**", "the reverse": "*", "not resolved": ""}[
+        verdict_of(mean, half)
+    ]
     return around + interval_text(mean, half) + around

@@ -3,6 +3,7 @@
 Scales, seeds and folders are those of the tables, whose finished runs are used again.
 """
 
+import argparse
 import random
 import shlex
 from pathlib import Path
@@ -18,7 +19,7 @@ from paper.plans import (
     chosen,
     execute,
     row_words,
-    run,
+    run_each,
     run_words,
     setting,
     toy_rows,
@@ -67,7 +68,8 @@ def compare_selectors(args):
     --only names runs and rankings.
     """
     if args.faults is not None:
-        args.data = write_faulty(args, setting(args)["data"])
+        data = write_faulty(args, setting(args)["data"])
+        args = argparse.Namespace(**{**vars(args), "data": data})
     names = chosen(args, [*RUNS, *RANKINGS])
     runs = {name: command for name, command in RUNS.items() if name in names}
     rankings = {name: command for name, command in RANKINGS.items() if name in names}
@@ -99,7 +101,9 @@ def scores_of(folder, score):
         if key.startswith(f"{score}/"):
             metrics[key.removeprefix(f"{score}/")] = value
     if "auroc" not in metrics:
-        raise UserError(f"{folder}: the lower rows have no column `bad`; name a file that has")
+        raise UserError(
+            f"{folder}: the lower rows have no column `bad`; name a file that has"
+        )
     return metrics
 
 
@@ -107,7 +111,9 @@ def labelled_rows(file):
     """The rows of a ranking, each with a column `bad`."""
     rows = utils.read_jsonl(file)
     if any("bad" not in row for row in rows):
-        raise UserError(f"{file}: the lower rows have no column `bad`; name a file that has")
+        raise UserError(
+            f"{file}: the lower rows have no column `bad`; name a file that has"
+        )
     return rows
 
 
@@ -142,8 +148,14 @@ def curated_table(args):
     if not 0 < share < 1:
         raise UserError(f"--keep-fraction {share}: must lie between 0 and 1")
     online = f"{ON} --ratio-masked {1 - share:.6g} --keep-fraction {share}"
-    methods = {RAW: METHODS[RAW], "BDS": OFF, f"online R={1 - share:.0%}, curated": online}
-    raw, bds, online, randoms = execute(args, methods, {"random": "-m baselines random"}).values()
+    methods = {
+        RAW: METHODS[RAW],
+        "BDS": OFF,
+        f"online R={1 - share:.0%}, curated": online,
+    }
+    raw, bds, online, randoms = execute(
+        args, methods, {"random": "-m baselines random"}
+    ).values()
     place = Path("runs") / args.name / f"curated-{share:g}"
     subsets, commands = {}, {}
     for seed in range(args.seeds):
@@ -159,7 +171,7 @@ def curated_table(args):
             if name == REWRITES:
                 words = ["export", str(source), "--format", "prompt-completion"]
             commands[file] = shlex.join(["eval.py", *words, "--out", str(file)])
-    run(args, commands)
+    run_each(args, commands)
     files_of, commands = {"raw set": raw}, {}
     for (name, seed), subset in subsets.items():
         out = place / slug(name) / f"seed-{seed}"
@@ -167,13 +179,15 @@ def curated_table(args):
         words += ["--token-budget", budget_of(raw[seed].parent), "--out", str(out)]
         commands[out / "result.json"] = shlex.join(words)
         files_of.setdefault(name, []).append(out / "result.json")
-    run(args, commands)
+    run_each(args, commands)
     if args.list:
         return
     results = results_of(files_of)
     for name, files in files_of.items():
         for seed, file in enumerate(files):
-            rows = subsets[name, seed] if name == REWRITES else file.with_name("weights.jsonl")
+            rows = (
+                subsets[name, seed] if name == REWRITES else file.with_name("weights.jsonl")
+            )
             results[name][seed]["bad_share"] = bad_share(args, rows)
     show(args, results, CURATED_COLUMNS)
 
@@ -188,7 +202,11 @@ def fresh_run(args, seed, name, subset):
     if name != REWRITES:
         return run_words(words, command, rows)
     words = without_flags(
-        run_words(words, command, rows), "--lower", "--lower-limit", "--lower-columns", "--keep"
+        run_words(words, command, rows),
+        "--lower",
+        "--lower-limit",
+        "--lower-columns",
+        "--keep",
     )
     return [*words, "--lower", str(subset)]
 
@@ -200,7 +218,8 @@ def bad_share(args, file):
         bad = [row["bad"] for row in rows]
     elif args.scale == "toy":
         bad = [
-            corpus.kind_of(row["prompt"][-1]["content"], row["completion"][0]["content"]) != "clean"
+            corpus.kind_of(row["prompt"][-1]["content"], row["completion"][0]["content"])
+            != "clean"
             for row in rows
         ]
     else:
@@ -230,7 +249,9 @@ def null_controls(args):
     alone adds.
     """
     commands = {name: command for name, (command, _) in CONTROLS.items()}
-    files_of = execute(args, commands, toy={name: rows for name, (_, rows) in CONTROLS.items()})
+    files_of = execute(
+        args, commands, toy={name: rows for name, (_, rows) in CONTROLS.items()}
+    )
     if args.list:
         return
     results = results_of(files_of)

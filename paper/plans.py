@@ -60,7 +60,10 @@ SAFETY = {
         },
     },
     "table3-dpo": {
-        "toy": {"toy": "--noise 0.2 --contrary 1 --upper pairs", "data": "--upper-loss dpo"},
+        "toy": {
+            "toy": "--noise 0.2 --contrary 1 --upper pairs",
+            "data": "--upper-loss dpo",
+        },
         "paper": {
             "data": f"{RED_ORCA} --upper {RECIPES}/rm-hh-rlhf.jsonl --upper-loss dpo",
             "train": "--preset llama3-8b-safety",
@@ -94,10 +97,10 @@ REFERENCE = "mixing rho=1"  # Runs on kept rows read as many tokens as this one.
 
 def setting(args):
     """{part: words} of the scale, with the safety tables' and the command line's in their place."""
-    parts = dict.fromkeys(PARTS, "")
-    parts.update(SCALES[args.scale])
-    parts.update(SAFETY.get(args.target, {}).get(args.scale, {}))
-    words = {name: shlex.split(text) for name, text in parts.items()}
+    texts = dict.fromkeys(PARTS, "")
+    texts.update(SCALES[args.scale])
+    texts.update(SAFETY.get(args.target, {}).get(args.scale, {}))
+    words = {name: shlex.split(text) for name, text in texts.items()}
     for name in ("data", "train", "online", "select"):
         if getattr(args, name) is not None:
             words[name] = getattr(args, name)
@@ -182,10 +185,10 @@ def budget_of(folder):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def run(args, commands):
-    """Run {file: command}, or print the commands when --list is given."""
+def run_each(args, commands, workers=None):
+    """Run {file: command}, --workers at a time, or print the commands when --list is given."""
     if not args.list:
-        run_all(commands, args.workers)
+        run_all(commands, workers or args.workers)
         return
     for command in commands.values():
         print(f"python {command}")
@@ -213,7 +216,7 @@ def prepare_rows(args, words, toy):
             folder, command = toy_rows(args, seed, shlex.split(text))
             commands[folder / "lower_heldout.jsonl"] = command
             named[name].append(row_words(folder))
-    run(args, commands)
+    run_each(args, commands)
     return named
 
 
@@ -228,29 +231,41 @@ def execute(args, methods, rankings=None, toy=None):
     if any(command.startswith(RANK) for command in methods.values()):
         needed.setdefault(REFERENCE, METHODS[REFERENCE])
     default = shlex.join(words["toy"])
-    rows = prepare_rows(args, words, {name: (toy or {}).get(name, default) for name in needed})
+    rows = prepare_rows(
+        args, words, {name: (toy or {}).get(name, default) for name in needed}
+    )
     first, on_kept, files = {}, {}, {name: [] for name in needed}
     for name, command in needed.items():
         for seed in range(args.seeds):
             out = folder_of(args) / slug(name) / f"seed-{seed}"
             end = ["--seed", str(seed), "--out"]
             file = out / "result.json"
-            made = str(out)
+            target = str(out)
             if command.startswith("-m"):
                 file = out.with_name(f"seed-{seed}.kept.jsonl")
-                made = str(file)
-            first[file] = shlex.join([*run_words(words, command, rows[name][seed]), *end, made])
+                target = str(file)
+            first[file] = shlex.join(
+                [*run_words(words, command, rows[name][seed]), *end, target]
+            )
             if command.startswith(RANK) and name in methods:
-                sft = f"{OFF} --method sft --keep {shlex.quote(made)}"
+                sft = f"{OFF} --method sft --keep {shlex.quote(target)}"
                 file = out / "result.json"
-                on_kept[file] = [*run_words(words, sft, rows[name][seed]), *end, str(out)]
+                on_kept[file] = [
+                    *run_words(words, sft, rows[name][seed]),
+                    *end,
+                    str(out),
+                ]
             files[name].append(file)
-    run(args, first)
-    budgets = {f"seed-{seed}": file.parent for seed, file in enumerate(files.get(REFERENCE, ()))}
-    run(
+    run_each(args, first)
+    budgets = {
+        f"seed-{seed}": file.parent for seed, file in enumerate(files.get(REFERENCE, ()))
+    }
+    run_each(
         args,
         {
-            file: shlex.join([*command, "--token-budget", budget_of(budgets[file.parent.name])])
+            file: shlex.join(
+                [*command, "--token-budget", budget_of(budgets[file.parent.name])]
+            )
             for file, command in on_kept.items()
         },
     )

@@ -40,7 +40,7 @@ def openorca(rows):
     Open: which of the two files, how many rows. Assumed: the GPT-4 file, whose answers are what
     the paper praises, and as many rows as the larger lower level. The system prompt is dropped.
     """
-    return [picked(rows, shuffled(rows)[:56_000], orca_row)]
+    return [picked(rows, shuffled_rows(rows)[:56_000], orca_row)]
 
 
 def slimorca(rows):
@@ -69,7 +69,11 @@ def redorca(red, slim):
     chosen, _ = split_slimorca(slim)
     return [
         picked(red, range(min(RED_ROWS, len(red))), red_row),
-        picked(slim, chosen, lambda row: slimorca_row(row) | {"bad": False, "kind": "clean"}),
+        picked(
+            slim,
+            chosen,
+            lambda row: slimorca_row(row) | {"bad": False, "kind": "clean"},
+        ),
     ]
 
 
@@ -95,7 +99,10 @@ def rm_hh_rlhf(rows):
 SLIMORCA = ("Open-Orca/SlimOrca", "oo-labeled_correct.gpt4.sharegpt.jsonl")
 RED_TEAM = ("Anthropic/hh-rlhf", "red-team-attempts/red_team_attempts.jsonl.gz")
 RECIPES = {  # name: the function, then a (hub name, files) for each of its arguments
-    "alpaca-cleaned": (alpaca_cleaned, ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json")),
+    "alpaca-cleaned": (
+        alpaca_cleaned,
+        ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),
+    ),
     "openorca": (openorca, ("Open-Orca/OpenOrca", "1M-GPT4-Augmented.parquet")),
     "slimorca": (slimorca, SLIMORCA),
     "red-team": (red_team, RED_TEAM),
@@ -127,7 +134,7 @@ def red_row(row):
     return {"prompt": prompt, "response": response, "bad": True, "kind": "red-team"}
 
 
-def shuffled(rows):
+def shuffled_rows(rows):
     """All positions, in an order of seed 0."""
     return random.Random(0).sample(range(len(rows)), len(rows))
 
@@ -140,7 +147,7 @@ def split_slimorca(rows):
             f"note: SlimOrca has {len(rows)} rows here; RedOrca and BlueOrca take {wanted} and "
             "now share what there is, 4 : 5"
         )
-    order = shuffled(rows)[:wanted]
+    order = shuffled_rows(rows)[:wanted]
     border = len(order) * red // wanted
     return order[:border], order[border:]
 
@@ -213,7 +220,9 @@ def build(name, folder="", out=FOLDER):
     rows = itertools.chain.from_iterable(recipe(*(Source(group) for group in files)))
     bar = tqdm(rows, desc=f"building {name}", unit=" rows", delay=3)
     write_jsonl(target, bar)
-    print(f"{name}: {bar.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}")
+    print(
+        f"{name}: {bar.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}"
+    )
     return target
 
 

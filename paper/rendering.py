@@ -71,21 +71,23 @@ def rendered(words, place):
         if word.startswith("only="):
             starts = tuple(word.removeprefix("only=").split("; "))
         elif word != "claims":
-            columns.append(column_of(word, name, stored, place))
+            columns.append(marked_column(word, name, stored, place))
     rows = {}
     for entries in stored.values():
         for row in entries["rows"]:
             if row.startswith(starts):
-                rows[row] = [stored[file]["rows"].get(row, {}).get(key) for file, key, _ in columns]
+                rows[row] = [
+                    stored[file]["rows"].get(row, {}).get(key) for file, key, _ in columns
+                ]
     texts = [[row, *(cell_text(cell) for cell in cells)] for row, cells in rows.items()]
     lines = markdown_lines(["", *(heading for _, _, heading in columns)], texts)
     if "claims" in words:
         claims = [claim for claim in stored[name]["claims"] if claim[0].startswith(starts)]
         lines += ["", *markdown_lines(CLAIM_COLUMNS, claims)]
-    return [*lines, "", " ".join(made_by(*item) for item in stored.items())]
+    return [*lines, "", " ".join(origin_of(*item) for item in stored.items())]
 
 
-def column_of(word, name, stored, place):
+def marked_column(word, name, stored, place):
     """(file, key, heading) of a word [FILE:]KEY[=HEADING]; `stored` gets the file's entries."""
     column, _, heading = word.partition("=")
     file, _, key = column.rpartition(":")
@@ -97,7 +99,7 @@ def column_of(word, name, stored, place):
     return file, key, heading or stored[file]["columns"].get(key, key)
 
 
-def made_by(name, entries):
+def origin_of(name, entries):
     """One line: the file, which holds the command, and its date, commit and hardware."""
     if "source" in entries:
         return entries["source"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 from paper.claims import DROP, DYNAMIC, ONLINE
-from paper.plans import METHODS, OFF, chosen, execute, run
+from paper.plans import METHODS, OFF, chosen, execute, run_each
 from paper.results import LOSSES, RANKS, UPPER, show
 from paper.running import ROOT, log_of
 from paper.statistics import (
@@ -113,13 +113,23 @@ def demo(args):
     files_of = execute(args, methods)
     runs = [str(files[0].parent) for files in files_of.values()]
     page = Path("runs") / args.name / "report.html"
-    report = ["eval.py", "report", *runs, "--row-tests", str(ranking), "--out", str(page)]
-    run(args, {page: shlex.join(report)})
+    report = [
+        "eval.py",
+        "report",
+        *runs,
+        "--row-tests",
+        str(ranking),
+        "--out",
+        str(page),
+    ]
+    run_each(args, {page: shlex.join(report)})
     if args.list:
         return
     results = results_of(files_of)
     rows = text_rows(cells_of(with_base(results), DEMO_COLUMNS), DEMO_COLUMNS)
-    print("\nheld-out loss in nats a token (lower is better), share of held-out prompts answered")
+    print(
+        "\nheld-out loss in nats a token (lower is better), share of held-out prompts answered"
+    )
     print("exactly, and how well the weights find contrary rows (0.5 is guessing)")
     print(table(["", *DEMO_COLUMNS.values()], rows))
     repaired = right_answers(runs[2])["refined/repaired"]
@@ -149,7 +159,9 @@ def right_answers(folder):
         return sum(values) / len(values) if values else None
 
     return {
-        "refined/right_recommended": share([new if picked else old for old, new, picked in rows]),
+        "refined/right_recommended": share(
+            [new if picked else old for old, new, picked in rows]
+        ),
         "refined/right_always": share([new for _, new, _ in rows]),
         "refined/right_never": share([old for old, _, _ in rows]),
         "refined/precision": share([new for _, new, picked in rows if picked]),

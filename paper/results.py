@@ -53,11 +53,16 @@ def made_by(command, hardware=None):
 
     try:
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
     except OSError:  # There is no git here.
         commit = ""
-    cores = f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    cores = (
+        f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    )
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
@@ -103,11 +108,18 @@ def show(args, results, columns):
     print("\n" + table(["", *columns.values()], text_rows(rows, columns)))
     claims = claims_of(args.target, rows)
     if claims:
-        print("\ndifferences (loss, 1 - AUROC or tokens) paired by seed; negative is as claimed")
+        print(
+            "\ndifferences (loss, 1 - AUROC or tokens) paired by seed; negative is as claimed"
+        )
         print(table(CLAIM_COLUMNS, claims))
     file = Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json"
     file.parent.mkdir(exist_ok=True)
-    entries = {**made_by(args.command), "columns": columns, "claims": claims, "rows": rows}
+    entries = {
+        **made_by(args.command),
+        "columns": columns,
+        "claims": claims,
+        "rows": rows,
+    }
     utils.write_atomic(file, table_text(entries))
     print(f"stored: {file}")
 

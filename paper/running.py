@@ -87,10 +87,10 @@ def check_command(file, command):
         return
     first = log.read_text().splitlines()[0]
     if first.startswith("$ ") and first != f"$ {command}":
-        made = file.parent if file.name == "result.json" else file
+        output = file.parent if file.name == "result.json" else file
         raise UserError(
-            f"{made}: made by another command ({first[2:]}) than the one wanted now ({command}); "
-            f"choose another --name, or remove {made}"
+            f"{output}: made by another command ({first[2:]}) than the one wanted now ({command}); "
+            f"choose another --name, or remove {output}"
         )
 
 

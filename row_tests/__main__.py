@@ -28,7 +28,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("row tests").add_argument
     add("--joined", action="store_true", help="add the loss to the score")
     add(
-        "--adapter", help="a LoRA adapter of the model, for a model that is trained already"
+        "--adapter",
+        help="a LoRA adapter of the model, for a model that is trained already",
     )
     args = shared.read_arguments(parser, argv)
     shared.check_out(args)
@@ -77,7 +78,11 @@ def ranked(args, verdicts):
         # A score equal to that of a flagged row may stand on a row that is not flagged.
         scores = order = -verdicts.surprise - 1e-9 * flagged
         keep_fraction = args.keep_fraction or unflagged
-    columns = {"score": scores, "reason": verdicts.reasons, "surprise": verdicts.surprise}
+    columns = {
+        "score": scores,
+        "reason": verdicts.reasons,
+        "surprise": verdicts.surprise,
+    }
     for name, values in verdicts.numbers.items():
         columns[name] = [None if math.isnan(value) else value for value in values.tolist()]
     columns["length"] = verdicts.numbers["length"].long()

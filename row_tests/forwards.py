@@ -36,7 +36,7 @@ NEGATIONS = ["not", "no", "never", "cannot", "'t", "’t", "without", "none", "n
 
 
 @dataclass
-class Reader:
+class TurnReader:
     """A model, the token ids that end a turn in it, and token -> its text."""
 
     model: torch.nn.Module
@@ -45,7 +45,7 @@ class Reader:
 
 
 def make_reader(model, tokenizer):
-    """The `Reader` of a model with its tokenizer."""
+    """The `TurnReader` of a model with its tokenizer."""
 
     @functools.cache
     def text_of(token):
@@ -54,7 +54,7 @@ def make_reader(model, tokenizer):
         begins_word = piece.startswith(("\u0120", "\u2581"))
         return f" {text}" if begins_word else text
 
-    return Reader(model, end_ids(tokenizer), text_of)
+    return TurnReader(model, end_ids(tokenizer), text_of)
 
 
 def telling_places(texts):
@@ -128,7 +128,7 @@ def read_turns(model, rows, ends):
 
 
 @torch.no_grad()
-def read_rows(reader, rows, blank, label=None):
+def read_numbers(reader, rows, blank, label=None):
     """What the row tests read, {name of NUMBERS: (N,) float64}: two forwards of every row.
 
     blank: tokens of the blank prompt; label: text of a progress bar. All numbers are those of
@@ -167,8 +167,8 @@ def make_faults(reader, rows, numbers, seed=0):
 
     Of FAULTS rows, a forward of each fault. end: cut at random in the middle half, the row's end
     tokens appended. relevance: with the answer of another of these rows, where the model has room
-    for both; what that answer has behind the blank prompt is known from `numbers`, of `read_rows`.
-    A fault that no row can have is left out.
+    for both; what that answer has behind the blank prompt is known from `read_numbers`. A fault
+    that no row can have is left out.
     """
     generator = torch.Generator().manual_seed(seed)
     places = torch.randperm(len(rows), generator=generator)[:FAULTS].tolist()

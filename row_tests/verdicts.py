@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import detect
 from data.sets import each_row
 from ranking import auroc, blank_prompt
-from row_tests.forwards import make_faults, read_rows
+from row_tests.forwards import make_faults, read_numbers
 from row_tests.texts import text_reasons
 
 # ruff: isort: split
@@ -21,7 +21,7 @@ class Verdicts:
     """What the row tests say of N rows.
 
     surprise (N,): log odds of a fault, nats; reasons: N names, None for a row that does not look
-    bad; numbers: {name: (N,)} of `read_rows`; notes: sentences on what could not be judged.
+    bad; numbers: {name: (N,)} of `read_numbers`; notes: sentences on what could not be judged.
     """
 
     surprise: torch.Tensor
@@ -42,7 +42,7 @@ def verdicts_on(reader, lower, upper, seed=0):
 
     upper: trusted rows or None, of which TRUSTED are a null; preference pairs are none.
     """
-    numbers = read_rows(reader, lower, blank_prompt(lower), "row tests")
+    numbers = read_numbers(reader, lower, blank_prompt(lower), "row tests")
     faults = make_faults(reader, lower, numbers, seed)
     trusted, notes = None, []
     if upper is not None and "rejected_input_ids" in upper.column_names:
@@ -50,7 +50,9 @@ def verdicts_on(reader, lower, upper, seed=0):
     elif upper is not None:
         step = math.ceil(len(upper) / TRUSTED)
         sample = upper.select(range(0, len(upper), step))
-        trusted = read_rows(reader, sample, blank_prompt(upper), "row tests, trusted rows")
+        trusted = read_numbers(
+            reader, sample, blank_prompt(upper), "row tests, trusted rows"
+        )
     by_text = text_reasons(each_row(lower, "prompt", "response"))
     verdicts = judge_rows(numbers, trusted, faults, by_text)
     verdicts.notes += notes
@@ -58,7 +60,7 @@ def verdicts_on(reader, lower, upper, seed=0):
 
 
 def judge_rows(numbers, trusted, faults, by_text):
-    """`Verdicts` from what `read_rows`, `make_faults` and `text_reasons` say.
+    """`Verdicts` from what `read_numbers`, `make_faults` and `text_reasons` say.
 
     Flagged rows are the most surprising ones: no other row has a larger surprise than the smallest
     of theirs, which a row takes that its text alone flags.

@@ -19,8 +19,16 @@ from tqdm import tqdm
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of these packages speak of a file that the user named: one line says what they say.
 LIBRARIES = {
-    "_csv", "_pickle", "datasets", "huggingface_hub", "jinja2", "json", "pyarrow",
-    "safetensors", "tokenizers", "zlib",
+    "_csv",
+    "_pickle",
+    "datasets",
+    "huggingface_hub",
+    "jinja2",
+    "json",
+    "pyarrow",
+    "safetensors",
+    "tokenizers",
+    "zlib",
 }
 
 
@@ -52,12 +60,16 @@ def run(main, resumes=False):
     partner ends with one line and exit code 1. A closed pipe (`| head`) ends quietly.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that a row has
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal may lack a character that a row has
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
     before = None
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun's processes have a handler already
+    if (
+        os.environ.get("WORLD_SIZE", "1") == "1"
+    ):  # torchrun's processes have a handler already
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
         _refuse_empty_words()
@@ -66,10 +78,14 @@ def run(main, resumes=False):
     except KeyboardInterrupt as error:
         _interrupted(error, resumes)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at the end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # the flush at the end
         sys.exit(0)
     except (Exception, ProcessLost) as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps it in __set_name__
+        if isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # Python 3.11 wraps it in __set_name__
             _interrupted(error.__cause__, resumes)
         line = _in_one_line(error, resumes)
         if line and not debug:
@@ -90,7 +106,9 @@ def _refuse_empty_words():
     """A shell variable that is not set leaves an empty value, which would mean the default."""
     for word in sys.argv[1:]:
         if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
-            raise UserError(f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none")
+            raise UserError(
+                f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none"
+            )
 
 
 def _in_one_line(error, resumes):

@@ -64,11 +64,14 @@ def fingerprint(tensors):
         words = data[:whole].clone()  # int64 needs an aligned start
         total = int(words.view(torch.int64).sum())
         rest = data[whole:].tolist()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), total, rest)).encode())
+        digest.update(
+            repr((name, tuple(tensor.shape), str(tensor.dtype), total, rest)).encode()
+        )
     return digest.hexdigest()[:16]
 
 
 # --- config.json ----------------------------------------------------------------------------------
+
 
 def open_run(out, config, resume, free_to_change=()):
     """Make the run folder, or check that `config` continues the run that is in it.
@@ -112,7 +115,9 @@ def _open_run(out, config, resume, free_to_change):
     if not file.exists() and out.exists():
         for path in out.iterdir():
             if path.name not in (LOCK, file.name) and not path.match(".*.partial"):
-                raise UserError(f"{out}: holds other files and no run; choose another --out")
+                raise UserError(
+                    f"{out}: holds other files and no run; choose another --out"
+                )
     out.mkdir(parents=True, exist_ok=True)
     _lock_run(out)
     begun = file.exists()
@@ -172,6 +177,7 @@ def _check_config(out, saved, config, free_to_change):
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
+
 
 def _adapter(model):
     """{name: parameter} of what is trained."""
@@ -237,7 +243,7 @@ def load_checkpoint(out, model):
             parameter.copy_(trained[name])
     torch.set_rng_state(state["rng"]["cpu"])
     if torch.cuda.is_available() and "cuda" in state["rng"]:
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"][:torch.cuda.device_count()])
+        torch.cuda.set_rng_state_all(state["rng"]["cuda"][: torch.cuda.device_count()])
     return state
 
 
@@ -254,10 +260,13 @@ def _newest_checkpoint(out):
             saved = (file.metadata() or {}).get("fingerprint")
         if saved != _content_of(trained, bytearray(content)):
             raise ValueError("its files are not those that were written")
-        return trained, torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        return trained, torch.load(
+            io.BytesIO(content), weights_only=True, map_location="cpu"
+        )
 
 
 # --- files written once ---------------------------------------------------------------------------
+
 
 def write_once(file, content):
     """`write_atomic` by the first process, which makes the folder when it is missing."""
@@ -268,9 +277,11 @@ def write_once(file, content):
 
 def read_once(file, read):
     """read(file) by the first process, for all of them; None when there is no such file yet."""
+
     def reading_file():
         if not file.exists():
             return None
         with reading(f"{file}: damaged, delete it to have it made again"):
             return read(file)
+
     return on_first(reading_file)

@@ -54,7 +54,9 @@ def join_processes():
     if not _started_together():
         return pick_device()
     if "LOCAL_RANK" not in os.environ:  # schedulers set WORLD_SIZE, too
-        raise UserError("WORLD_SIZE is set: start several processes with torchrun, or unset it")
+        raise UserError(
+            "WORLD_SIZE is set: start several processes with torchrun, or unset it"
+        )
     if not dist.is_initialized():
         if int(os.environ["RANK"]) > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for good
@@ -136,8 +138,7 @@ def on_first(function):
 
 @contextlib.contextmanager
 def first_goes_first():
-    """Let one process of every machine go first; the next ones read the cache that it has written.
-    """
+    """Let one process of every machine go first; the next ones read the cache it has written."""
     waits = world_size() > 1 and int(os.environ["LOCAL_RANK"]) > 0
     if waits:
         all_sum(torch.zeros(1))  # meets the first one's sum below

@@ -37,13 +37,9 @@ LOGGED = ("rho", "upper_loss", "lower_loss", "loss", "grad_norm")
 
 def tokenise(tokenizer, row, answer="response"):
     """(token ids of prompt, response and EOS, how many are the prompt's)."""
-    prompt = tokenizer(
-        f"User: {row['prompt']}\nAssistant:", add_special_tokens=False
-    )
+    prompt = tokenizer(f"User: {row['prompt']}\nAssistant:", add_special_tokens=False)
     response = tokenizer(" " + row[answer], add_special_tokens=False)
-    ids = (
-        prompt["input_ids"] + response["input_ids"] + [tokenizer.eos_token_id]
-    )
+    ids = prompt["input_ids"] + response["input_ids"] + [tokenizer.eos_token_id]
     return torch.tensor(ids), len(prompt["input_ids"])
 
 
@@ -65,9 +61,7 @@ def plain_losses(folder, rows):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        return [
-            mean_loss(model, tokenise(tokenizer, row)).item() for row in rows
-        ]
+        return [mean_loss(model, tokenise(tokenizer, row)).item() for row in rows]
 
 
 # --- theta ----------------------------------------------------------------------------------------
@@ -77,34 +71,24 @@ class Theta:
     """An adapter on its base in float64, and Adam's moments."""
 
     def __init__(self, folder, adapter):
-        base = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64
-        )
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         self.model = peft.PeftModel.from_pretrained(
             base, adapter, is_trainable=True
         ).double()
         named = self.model.named_parameters()
         self.values = {name: p for name, p in named if p.requires_grad}
-        self.first = {
-            name: torch.zeros_like(p) for name, p in self.values.items()
-        }
-        self.second = {
-            name: torch.zeros_like(p) for name, p in self.values.items()
-        }
+        self.first = {name: torch.zeros_like(p) for name, p in self.values.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.values.items()}
 
     def step(self, objective, k, lr, clip):
         """Step k of Adam as its paper writes it, on the clipped gradient; its norm unclipped."""
         gradients = torch.autograd.grad(objective, list(self.values.values()))
-        norm = math.sqrt(
-            sum(float((gradient**2).sum()) for gradient in gradients)
-        )
+        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
         with torch.no_grad():
             for name, gradient in zip(self.values, gradients, strict=True):
                 gradient = gradient * min(1.0, clip / (norm + 1e-6))
                 first = self.first[name].mul_(0.9).add_(0.1 * gradient)
-                second = (
-                    self.second[name].mul_(0.999).add_(0.001 * gradient**2)
-                )
+                second = self.second[name].mul_(0.999).add_(0.001 * gradient**2)
                 first = first / (1 - 0.9 ** (k + 1))
                 second = second / (1 - 0.999 ** (k + 1))
                 self.values[name] -= lr * first / (second.sqrt() + 1e-8)
@@ -128,18 +112,13 @@ def preference_loss(tokenizer, pairs, model):
     rejected = [tokenise(tokenizer, pair, "rejected") for pair in pairs]
 
     def log_ratio(model, i):
-        return (
-            token_logps(model, chosen[i]).sum()
-            - token_logps(model, rejected[i]).sum()
-        )
+        return token_logps(model, chosen[i]).sum() - token_logps(model, rejected[i]).sum()
 
     with torch.no_grad(), model.disable_adapter():
         reference = [log_ratio(model, i) for i in range(len(pairs))]
 
     def loss(model, places):
-        margins = torch.stack(
-            [log_ratio(model, i) - reference[i] for i in places]
-        )
+        margins = torch.stack([log_ratio(model, i) - reference[i] for i in places])
         return torch.log(1 + torch.exp(-BETA * margins)).mean()
 
     return loss
@@ -158,9 +137,7 @@ class Run:
         self.lower = [tokenise(tokenizer, row) for row in lower]
         self.num_upper = len(upper)
         if "chosen" in upper[0]:
-            self.upper_loss = preference_loss(
-                tokenizer, upper, self.theta.model
-            )
+            self.upper_loss = preference_loss(tokenizer, upper, self.theta.model)
         else:
             self.upper_loss = trusted_loss(tokenizer, upper)
         self.records = []
@@ -202,9 +179,7 @@ class Run:
             # theta: (1 - rho) L_val + rho mean_i N sigma_i L_i.
             weights = size * torch.softmax(logits.detach(), dim=0)[rows]
             upper = self.upper_loss(self.theta.model, upper_rows.tolist())
-            losses = self.lower_losses(
-                self.theta.model, k, rows, weighted=True
-            )
+            losses = self.lower_losses(self.theta.model, k, rows, weighted=True)
             lower = (weights * losses).mean()
             loss = (1 - rho) * upper + rho * lower
             C = self.costs(k, rows)
@@ -227,9 +202,7 @@ class Run:
 
 def omega(run, epoch):
     """omega (N,) that a run has saved after an epoch."""
-    return load_file(run.out / "weights" / f"epoch_{epoch}.safetensors")[
-        "omega"
-    ]
+    return load_file(run.out / "weights" / f"epoch_{epoch}.safetensors")["omega"]
 
 
 def adapter(run):
@@ -250,9 +223,7 @@ def assert_follows(run, expected, options):
     per_epoch = len(expected.records) // epochs
     for epoch in range(1, epochs + 1):
         theirs = expected.records[epoch * per_epoch - 1]["omega"]
-        torch.testing.assert_close(
-            omega(run, epoch), theirs, rtol=1e-6, atol=1e-7
-        )
+        torch.testing.assert_close(omega(run, epoch), theirs, rtol=1e-6, atol=1e-7)
     saved = adapter(run)
     assert len(saved) == len(expected.theta.values)
     for name, value in expected.theta.values.items():

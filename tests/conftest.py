@@ -146,16 +146,12 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
 
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base_folder), config
-    )
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(
-                    scale * torch.randn(parameter.shape, generator=generator)
-                )
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(out)
     return out
 
@@ -164,9 +160,7 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
 def adapters(folders, tmp_path_factory):
     """Folder of a random adapter for each model of `folders`."""
     root = tmp_path_factory.mktemp("adapters")
-    return {
-        name: make_adapter(folder, root / name) for name, folder in folders.items()
-    }
+    return {name: make_adapter(folder, root / name) for name, folder in folders.items()}
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -293,9 +287,7 @@ def rank(tmp_path, capfd, folders):
 
     def call(method, files, out="kept.jsonl", **options):
         if files:
-            sources = {
-                key: files[key] for key in ("lower", "upper") if key in files
-            }
+            sources = {key: files[key] for key in ("lower", "upper") if key in files}
             options = sources | {"model": folders["llama"]} | options
         options = {"out": tmp_path / out, "cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
@@ -309,9 +301,7 @@ def rank(tmp_path, capfd, folders):
             file=options["out"],
             rows=rows,
             ranked=ranked,
-            scores=torch.tensor(
-                [row["score"] for row in rows], dtype=torch.float64
-            ),
+            scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
             result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
         )
 
@@ -329,9 +319,7 @@ def refused(capfd):
         stderr = capfd.readouterr().err
         assert stop.value.code == 2, stderr
         assert "Traceback" not in stderr
-        lines = [
-            line for line in stderr.replace("\r", "\n").splitlines() if line.strip()
-        ]
+        lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error: ")]
         assert errors == lines[-1:], stderr
         return lines[-1]

@@ -94,9 +94,7 @@ def check_rows(case, dtype, device):
     d_logits = -exps[:, :vocabulary].double().cpu()
     d_logits[torch.arange(rows), targets] = rest.double().cpu()
     d_logits /= total.double().cpu()[:, None]
-    error = (d_logits - gradient).norm(dim=1) / gradient.norm(dim=1).clamp_min(
-        1e-300
-    )
+    error = (d_logits - gradient).norm(dim=1) / gradient.norm(dim=1).clamp_min(1e-300)
     return {
         "logps": logps_error(logps, expected),
         "gradient": error.max().item(),
@@ -119,9 +117,7 @@ def check_function(dtype, device):
     hidden.requires_grad_()
     logps = token_logprobs(hidden, head, targets, kernel="triton")
     logps.sum().backward()
-    error = (
-        hidden.grad.double() - exact_hidden.grad
-    ).norm() / exact_hidden.grad.norm()
+    error = (hidden.grad.double() - exact_hidden.grad).norm() / exact_hidden.grad.norm()
     return {
         "logps": logps_error(logps.detach(), expected.detach()),
         "gradient": error.item(),

@@ -22,9 +22,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", ".cache", "runs", "__pycache__"
-)
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__")
 SWAPS = {
     "+": "-",
     "-": "+",
@@ -54,11 +52,7 @@ def stays(node):
         return getattr(node.func, "id", "") == "print"
     return isinstance(
         node,
-        ast.Import
-        | ast.ImportFrom
-        | ast.Raise
-        | ast.Assert
-        | ast.JoinedStr,
+        ast.Import | ast.ImportFrom | ast.Raise | ast.Assert | ast.JoinedStr,
     )
 
 
@@ -70,14 +64,8 @@ def edits(path):
         kept.update(range(node.lineno, node.end_lineno + 1))
     for node in nodes:
         drops = isinstance(node, ast.Assign | ast.AugAssign)
-        drops |= isinstance(node, ast.Expr) and isinstance(
-            node.value, ast.Call
-        )
-        if (
-            drops
-            and node.lineno == node.end_lineno
-            and node.lineno not in kept
-        ):
+        drops |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if drops and node.lineno == node.end_lineno and node.lineno not in kept:
             yield (
                 node.lineno,
                 node.col_offset,
@@ -100,11 +88,7 @@ def mutants(file):
     for number, start, end, new in edits(ROOT / file):
         line = lines[number - 1]
         changed = line[:start] + new + line[end:]
-        text = (
-            "".join(lines[: number - 1])
-            + changed
-            + "".join(lines[number:])
-        )
+        text = "".join(lines[: number - 1]) + changed + "".join(lines[number:])
         try:
             ast.parse(text)
         except SyntaxError:  # such as a / for the * of f(*values)
@@ -147,9 +131,7 @@ def passes(folder, tests):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description="Which small faults do the tests catch?"
-    )
+    parser = argparse.ArgumentParser(description="Which small faults do the tests catch?")
     parser.add_argument("--files", nargs="+", required=True)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -159,30 +141,22 @@ def main():
         required=True,
         help="paths between quotes",
     )
-    parser.add_argument(
-        "--tests-from", help="the commit whose tests judge"
-    )
+    parser.add_argument("--tests-from", help="the commit whose tests judge")
     args = parser.parse_args()
     every = [mutant for file in args.files for mutant in mutants(file)]
     caught = 0
     with tempfile.TemporaryDirectory() as temporary:
-        copy = shutil.copytree(
-            ROOT, Path(temporary) / "copy", ignore=LEFT_OUT
-        )
+        copy = shutil.copytree(ROOT, Path(temporary) / "copy", ignore=LEFT_OUT)
         if args.tests_from:
             shutil.rmtree(copy / "tests")
             words = ["git", "archive", args.tests_from, "tests"]
             archive = subprocess.run(
                 words, cwd=ROOT, check=True, capture_output=True
             ).stdout
-            subprocess.run(
-                ["tar", "-x"], cwd=copy, input=archive, check=True
-            )
+            subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
         if not passes(copy, args.tests):
             sys.exit("the tests fail on the source as it is")
-        for description, file, text in random.Random(args.seed).sample(
-            every, args.count
-        ):
+        for description, file, text in random.Random(args.seed).sample(every, args.count):
             original = (copy / file).read_text()
             (copy / file).write_text(text)
             survived = passes(copy, args.tests)

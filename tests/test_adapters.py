@@ -31,9 +31,7 @@ def rewrite(file, change):
 
 
 def renamed(tensors):
-    return {
-        name.replace("layers", "blocks"): value for name, value in tensors.items()
-    }
+    return {name.replace("layers", "blocks"): value for name, value in tensors.items()}
 
 
 def without_first(tensors):
@@ -85,9 +83,7 @@ def test_an_adapters_dropout_is_off(online, files, adapters, tmp_path):
     """At rate zero nothing changes: neither a loss nor a ratio may move."""
     dropping = copy_tree(adapters["llama"], tmp_path / "dropping")
     file = dropping / "adapter_config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.5})
-    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.5}))
     method = {
         "lr": 0,
         "batch": 4,
@@ -127,9 +123,7 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
     torch.testing.assert_close(logps, expected)
     logps.pow(2).sum().backward()
     expected.pow(2).sum().backward()
-    for parameter, other in zip(
-        ours.parameters(), theirs.parameters(), strict=True
-    ):
+    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None)
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, other.grad)
@@ -190,9 +184,7 @@ def test_a_four_bit_base(train, files, folders, tmp_path):
     pytest.importorskip("bitsandbytes")
     folder = copy_tree(folders["llama"], tmp_path / "other")
     rewrite(folder / "model.safetensors", doubled)
-    assert weights_of(folders["llama"], four_bit=True) != weights_of(
-        folder, four_bit=True
-    )
+    assert weights_of(folders["llama"], four_bit=True) != weights_of(folder, four_bit=True)
     method = {"batch": 4, "epochs": 4, "lr": 2e-2, "method": "mix", "rho": 0.1}
     whole = train(files(), out="whole", **method)
     run = train(files(), four_bit=True, **method)

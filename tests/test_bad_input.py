@@ -28,16 +28,13 @@ from safetensors.torch import load_file, save_file
 import models
 import train_offline
 import utils
-from evaluation.runs import make_parent
 from runtime import command
 
 
 def leftovers(folder):
     """Files that are neither whole nor wanted: partial and temporary ones."""
     return [
-        name
-        for name in listing(folder)
-        if re.search(r"(^|/)\.|partial|incomplete/", name)
+        name for name in listing(folder) if re.search(r"(^|/)\.|partial|incomplete/", name)
     ]
 
 
@@ -406,14 +403,14 @@ def test_full_disk(
     paths = files(lower=30 if stage == "cache" else 8, upper=6, longest=4)
     options = {"batch": 4, "epochs": 2, "save_every": 2}
     whole = train(paths, out="whole", cache_dir=tmp_path / "whole cache", **options)
-    save = models.save_pretrained
+    save = models.save_adapter
 
     def full(*args, **more):
         file_size_limit(size)
         save(*args, **more)
 
     if stage == "adapter":
-        monkeypatch.setattr(models, "save_pretrained", full)
+        monkeypatch.setattr(models, "save_adapter", full)
     else:
         file_size_limit(size)
     line = refused(lambda: train(paths, **options))
@@ -422,9 +419,7 @@ def test_full_disk(
     assert re.search(r"(?i)file too large.*free space", line)
     assert not leftovers(tmp_path)
     new = [name for name in listing(tmp_path) if name.startswith("run/")]
-    assert not [
-        name for name in new if name.startswith("run/adapter/") or "result" in name
-    ]
+    assert not [name for name in new if name.startswith("run/adapter/") or "result" in name]
     if stage == "cache":
         assert not new
     if "checkpoint" in stage:
@@ -441,18 +436,7 @@ def test_full_disk(
         assert (resumed.out / name).read_bytes() == (whole.out / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["target", "gone", "link"])
-def test_no_link_is_written_over(tmp_path, name):
-    (tmp_path / "target").write_text("old")
-    (tmp_path / "link").symlink_to(name)
-    with pytest.raises(utils.UserError):
-        make_parent(tmp_path / "link")
-    assert (tmp_path / "target").read_text() == "old"
-
-
-def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(
-    tmp_path, file_size_limit
-):
+def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_size_limit):
     file = tmp_path / "weights.jsonl"
     utils.write_jsonl(file, [{"row_id": 1}])
     file_size_limit(1000)
@@ -483,8 +467,7 @@ def test_a_loss_that_is_not_finite(bad, tmp_path, options):
     }
     for row in read_rows(run / "metrics.jsonl"):
         assert all(
-            not isinstance(value, float) or math.isfinite(value)
-            for value in row.values()
+            not isinstance(value, float) or math.isfinite(value) for value in row.values()
         )
 
 

@@ -28,9 +28,7 @@ SHAPES = [
 
 
 def normal(*shape, seed=0):
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=F64
-    )
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def random_losses(shape, seed=0):
@@ -81,9 +79,7 @@ def test_eq_merit_function_bounds(tau):
     assert (merit <= least).all()
     assert (merit >= least - math.log(6) / tau).all()
     equal = torch.full((6,), 1.7, dtype=F64)
-    assert lse_merit(equal, tau).item() == pytest.approx(
-        1.7 - math.log(6) / tau, rel=1e-12
-    )
+    assert lse_merit(equal, tau).item() == pytest.approx(1.7 - math.log(6) / tau, rel=1e-12)
     apart = torch.tensor([0.5, 1e4, 1e4], dtype=F64)
     assert lse_merit(apart, tau).item() == pytest.approx(0.5, rel=1e-12)
 
@@ -140,9 +136,7 @@ def test_extreme_log_probs_neither_overflow_nor_become_nan():
     weights = response_weights(logps)
     assert weights[0].tolist() == [0.5, 0.5]
     assert weights[1].tolist() == [0.0, 1.0]
-    assert lse_merit(-logps).tolist() == pytest.approx(
-        [5000 - math.log(2), 1.0]
-    )
+    assert lse_merit(-logps).tolist() == pytest.approx([5000 - math.log(2), 1.0])
     assert (importance_ratio(logps, logps.clone()) == 1).all()
 
 
@@ -171,9 +165,7 @@ def test_effective_sample_size():
         assert sizes.tolist() == pytest.approx([4, 1, 2, 1.6, 0])
 
 
-@pytest.mark.parametrize(
-    "dtype", [F64, torch.float32, torch.bfloat16, torch.float16]
-)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_float64_stays_and_everything_else_is_float32(dtype):
     """Half-precision input is computed in float32: exp(12) is beyond float16."""
     kept = F64 if dtype == F64 else torch.float32
@@ -196,9 +188,7 @@ def log_probs(theta, answers, temperature=1.0):
     """log pi(y) (n,) of answers, tuples of 0 and 1, under a small network that reads the prefix."""
     first = theta[:20].view(4, 5)
     second = theta[20:].view(5, 2)
-    prefixes = normal(
-        8, 4, seed=3
-    )  # a vector for each of the prefixes of up to two tokens
+    prefixes = normal(8, 4, seed=3)  # a vector for each of the prefixes of up to two tokens
     logits = torch.tanh(prefixes @ first) @ second / temperature
     table = torch.log_softmax(logits, dim=-1)
     sums = []
@@ -212,9 +202,7 @@ def log_probs(theta, answers, temperature=1.0):
     return torch.stack(sums)
 
 
-@pytest.mark.parametrize(
-    "stop", [False, True], ids=["fixed length", "ended by a token"]
-)
+@pytest.mark.parametrize("stop", [False, True], ids=["fixed length", "ended by a token"])
 def test_eq_expected_weighted_gradient_is_zero_at_temperature_one(stop):
     """Design choice 14: sum_y pi_old(y) r(y) grad -log pi(y) = -grad sum_y pi(y) = 0, exactly.
 
@@ -236,9 +224,7 @@ def test_eq_expected_weighted_gradient_is_zero_at_temperature_one(stop):
     ratio = importance_ratio(now, log_probs(old, answers), math.inf)
     ones = torch.ones_like(ratio)
     assert (ratio - 1).abs().max() > 0.1
-    gradients = -torch.autograd.functional.jacobian(
-        lambda x: log_probs(x, answers), theta
-    )
+    gradients = -torch.autograd.functional.jacobian(lambda x: log_probs(x, answers), theta)
     lengths = torch.tensor([len(answer) for answer in answers])
 
     def remains(drawn_by, weights, temperature=1.0, gradients=gradients):

@@ -344,6 +344,11 @@ def test_eq_curated_rows(online, files, folders):
         ratios = [math.exp(a - b) for a, b in zip(now, entry["old_logps"], strict=True)]
         assert entry["ratio"] == pytest.approx(ratios, rel=1e-2)
     assert buffer
+    check_result(run)
+
+
+def check_result(run):
+    """Counts of recommendations, and the AUROC of the rows that keep their own answer."""
     choices = [
         entry["recommended"] for entry in run.curated if entry["refined"] is not None
     ]

@@ -412,7 +412,11 @@ def test_the_faults_of_a_file_are_those_of_the_likeliest_mixture():
 
 def test_of_no_rows_nothing_is_known():
     none = torch.zeros(0).double()
-    assert [len(part) for part in detect.judge({"end": none}, {"end": none})] == [0, 0, 0]
+    assert [len(part) for part in detect.judge({"end": none}, {"end": none})] == [
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("ranking_only", [False, True])

@@ -60,9 +60,7 @@ def attempt(call, capfd):
     except SystemExit as stop:
         code = stop.code
     stderr = capfd.readouterr().err
-    lines = [
-        line for line in stderr.replace("\r", "\n").splitlines() if "error: " in line
-    ]
+    lines = [line for line in stderr.replace("\r", "\n").splitlines() if "error: " in line]
     assert code in (0, 2), stderr
     assert "Traceback" not in stderr, stderr
     assert len(lines) == (code == 2), stderr

@@ -36,11 +36,7 @@ def make_prompts(count, seed=0, longest=20):
 def logits_after(model, ids):
     """The next token's logits behind `ids`, in a forward of this row alone, without a cache."""
     with torch.no_grad():
-        return (
-            model(input_ids=torch.tensor([ids]), use_cache=False)
-            .logits[0, -1]
-            .double()
-        )
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
 
 
 def ask(model, prompts, seeds=None, **options):
@@ -73,9 +69,7 @@ def chi_square(counts, expected):
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.0, 2.5])
-def test_eq_sampling_follows_the_softmax_at_its_temperature(
-    folders, adapters, temperature
-):
+def test_eq_sampling_follows_the_softmax_at_its_temperature(folders, adapters, temperature):
     """Choice 10: frequencies of the first and second token of 3,000 answers are softmax(z / T),
     and no other temperature's. The second token's expectation is given the drawn first one."""
     model = with_lora(folders["llama"], adapters["llama"])
@@ -92,14 +86,8 @@ def test_eq_sampling_follows_the_softmax_at_its_temperature(
     first = torch.tensor([tokens[0] for tokens, _ in answers])
     counts = torch.bincount(first, minlength=290).double()
     logits = logits_after(model, prompt)
-    assert (
-        abs(chi_square(counts, 3000 * torch.softmax(logits / temperature, 0)))
-        < 4
-    )
-    assert (
-        chi_square(counts, 3000 * torch.softmax(logits / temperature / 2, 0))
-        > 8
-    )
+    assert abs(chi_square(counts, 3000 * torch.softmax(logits / temperature, 0))) < 4
+    assert chi_square(counts, 3000 * torch.softmax(logits / temperature / 2, 0)) > 8
     expected = torch.zeros(290, dtype=torch.float64)
     for token, count in enumerate(torch.bincount(drawn[:, 0]).tolist()):
         if count > 0:
@@ -132,9 +120,7 @@ def test_the_sampler_is_the_inverse_of_the_cumulative_distribution():
         scores = torch.zeros(count + 1)
         scores[-1] = -torch.inf
         assert sampled(last, scores) == count - 1
-    assert (
-        sampled(0.125, torch.zeros(8)) == 1
-    )  # an edge of the steps is the next token's
+    assert sampled(0.125, torch.zeros(8)) == 1  # an edge of the steps is the next token's
 
 
 def test_greedy_is_the_argmax_and_transformers_own(model):
@@ -144,9 +130,7 @@ def test_greedy_is_the_argmax_and_transformers_own(model):
     for (tokens, complete), prompt in zip(answers, prompts, strict=True):
         expected = []
         while len(expected) < 8 and 0 not in expected:
-            expected.append(
-                int(logits_after(model, prompt + expected).argmax())
-            )
+            expected.append(int(logits_after(model, prompt + expected).argmax()))
         assert tokens == expected
         assert complete == (tokens[-1] == 0)
         theirs = model.generate(
@@ -217,9 +201,7 @@ def test_the_models_own_generation_config_does_not_leak_in(model):
 def test_training_mode_and_checkpointing_survive(folders, adapters):
     """A model in training mode writes the same, and is in training mode again."""
     plain = with_lora(folders["llama"], adapters["llama"]).eval()
-    training = with_lora(
-        folders["llama"], adapters["llama"], checkpointing=True
-    )
+    training = with_lora(folders["llama"], adapters["llama"], checkpointing=True)
     prompts = make_prompts(5)
     assert ask(training, prompts) == ask(plain, prompts)
     assert training.training and training.get_base_model().training
@@ -233,9 +215,7 @@ def test_an_answer_ends_with_its_first_end_token_or_is_cut(model):
     """Several end tokens; the first one is part of the answer, a cut answer has none."""
     prompts = make_prompts(40, seed=5)
     endless = ask(model, prompts, max_new_tokens=12, end_ids=[1])
-    counts = torch.bincount(
-        torch.tensor([*chain(*(tokens for tokens, _ in endless))])
-    )
+    counts = torch.bincount(torch.tensor([*chain(*(tokens for tokens, _ in endless))]))
     ends = {1, *counts.topk(2).indices.tolist()}
     answers = ask(model, prompts, max_new_tokens=12, end_ids=ends)
     assert {complete for _, complete in answers} == {True, False}
@@ -253,10 +233,7 @@ def test_a_model_that_only_ends_gives_empty_answers(temperature):
     with torch.no_grad():
         model.gpt_neox.final_layer_norm.bias.fill_(3.0)
         model.get_output_embeddings().weight[0] = 3.0
-    assert (
-        ask(model, make_prompts(9), temperature=temperature)
-        == [([0], True)] * 9
-    )
+    assert ask(model, make_prompts(9), temperature=temperature) == [([0], True)] * 9
     assert ask(model, []) == []
 
 
@@ -294,15 +271,9 @@ def test_folded_logits_equal_unfolded_and_the_weights_come_back_bitwise(model):
         base = logits_after(model, prompt)
     torch.testing.assert_close(inside, plain, rtol=1e-5, atol=1e-4)
     assert torch.equal(logits_after(model, prompt), plain)
-    assert not torch.allclose(
-        base, plain, atol=0.1
-    )  # the adapter does something
-    changed = {
-        name for name in before if not torch.equal(before[name], moved[name])
-    }
-    assert changed == {
-        name for name in before if name.endswith("base_layer.weight")
-    }
+    assert not torch.allclose(base, plain, atol=0.1)  # the adapter does something
+    changed = {name for name in before if not torch.equal(before[name], moved[name])}
+    assert changed == {name for name in before if name.endswith("base_layer.weight")}
     torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
 
 
@@ -337,16 +308,6 @@ def test_float64_and_padding(folders, temperature):
 # --- what a GPU does otherwise --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_static_cache_writes_the_same_answers(model, temperature):
-    """Wider padding and a cache of fixed size, uncompiled here: the same tokens."""
-    prompts = make_prompts(9)
-    static = ask(model, prompts, temperature=temperature, static_cache=True)
-    assert static == ask(
-        model, prompts, temperature=temperature, static_cache=False
-    )
-
-
 def failing(model, monkeypatch, fails):
     """Lets the model's `generate` raise what `fails` returns for a call; returns the sizes of the
     batches that it was asked for."""
@@ -359,36 +320,10 @@ def failing(model, monkeypatch, fails):
         error = fails(len(input_ids), generation_config)
         if error is not None:
             raise error
-        return whole(
-            input_ids=input_ids, generation_config=generation_config, **options
-        )
+        return whole(input_ids=input_ids, generation_config=generation_config, **options)
 
     monkeypatch.setattr(causal_lm, "generate", limited)
     return sizes
-
-
-def test_a_failing_static_cache_falls_back_to_the_plain_loop(
-    model, monkeypatch
-):
-    """Once, with one warning; an error that no compiler raised is not swallowed."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    prompts = make_prompts(9)
-    expected = ask(model, prompts)
-
-    def no_compiler(size, config):
-        if config.cache_implementation == "static":
-            return TorchDynamoException("no compiler\nand more")
-
-    sizes = failing(model, monkeypatch, no_compiler)
-    with pytest.warns(
-        UserWarning, match="without a static cache: TorchDynamoException"
-    ):
-        assert ask(model, prompts, static_cache=True) == expected
-    assert sizes == [7, 7, 2]
-    failing(model, monkeypatch, lambda size, config: ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        ask(model, prompts, static_cache=True)
 
 
 def test_batches_halve_when_memory_is_short(model, monkeypatch):
@@ -397,9 +332,7 @@ def test_batches_halve_when_memory_is_short(model, monkeypatch):
     expected = ask(model, prompts)
     short = torch.cuda.OutOfMemoryError("out of memory")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    sizes = failing(
-        model, monkeypatch, lambda size, config: short if size > 2 else None
-    )
+    sizes = failing(model, monkeypatch, lambda size, config: short if size > 2 else None)
     assert ask(model, prompts, batch_size=8) == expected
     assert sizes == [8, 4, 2, 2, 2, 2, 1]
     failing(model, monkeypatch, lambda size, config: short)

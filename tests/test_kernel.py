@@ -24,9 +24,7 @@ LIMITS = {"bfloat16": 6e-3, "float32": 2e-6}
 @pytest.fixture(scope="module")
 def report():
     """The results of every check, by name."""
-    command, environment = python(
-        ROOT / "tests" / "kernel_checks.py", TRITON_INTERPRET="1"
-    )
+    command, environment = python(ROOT / "tests" / "kernel_checks.py", TRITON_INTERPRET="1")
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True
     )

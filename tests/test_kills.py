@@ -40,9 +40,7 @@ def killed_often(forks, script, folder, model, kills, seed):
         ("upper", 7, 2),
         ("upper_heldout", 4, 3),
     ):
-        options[name] = write_rows(
-            folder / f"{name}.jsonl", make_rows(count, rows_seed)
-        )
+        options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, rows_seed))
 
     def words(
         run, *more

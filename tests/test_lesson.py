@@ -14,7 +14,11 @@ from paper.reproduce import right_answers
 from toy import __main__ as toy_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
-LOSS, ANSWERS, SHARE = 0.004, 0.06, 0.02  # other processors round otherwise, some answers differ
+LOSS, ANSWERS, SHARE = (
+    0.004,
+    0.06,
+    0.02,
+)  # other processors round otherwise, some answers differ
 
 
 def variables(text):
@@ -38,10 +42,16 @@ def sections():
             continue
         assert len(commands) == 1, part
         change = re.search(r"^-(.+)\n\+(.+)$", part, re.MULTILINE)
-        table = [[cell.strip() for cell in line.strip("| ").split(" | ")[:2]]
-                 for line in re.findall(r"^\| (?!key).+$", part, re.MULTILINE)]
-        yield (part.splitlines()[0], shlex.split(put_in(commands[0], names)),
-               change and change.groups(), table)
+        table = [
+            [cell.strip() for cell in line.strip("| ").split(" | ")[:2]]
+            for line in re.findall(r"^\| (?!key).+$", part, re.MULTILINE)
+        ]
+        yield (
+            part.splitlines()[0],
+            shlex.split(put_in(commands[0], names)),
+            change and change.groups(),
+            table,
+        )
 
 
 def main_of(words, change):
@@ -64,13 +74,20 @@ def measured(key, out):
         kept = [row["bad"] for row in read_rows(out / "weights.jsonl") if row["kept"]]
         return sum(kept) / len(kept)
     if key == "contrary among the guided":
-        kinds = [row["kind"] for row in read_rows(out / "weights.jsonl")
-                 if row["reason"] == "guidance"]
+        kinds = [
+            row["kind"]
+            for row in read_rows(out / "weights.jsonl")
+            if row["reason"] == "guidance"
+        ]
         return kinds.count("contrary") / len(kinds)
     name, which = re.fullmatch(r"`([^`]+)`(?:, (first|last))?", key).groups()
     if name.startswith("refined/"):
         return right_answers(out)[name]
-    logged = [step[name] for step in read_rows(out / "metrics.jsonl") if step.get(name) is not None]
+    logged = [
+        step[name]
+        for step in read_rows(out / "metrics.jsonl")
+        if step.get(name) is not None
+    ]
     if which == "first":
         return logged[0]
     return logged[-1] if logged else result_of(out)[name]
@@ -81,8 +98,13 @@ def result_of(out):
 
 
 def tolerance(key):
-    return (ANSWERS if "refined/" in key or "answers_right" in key else
-            LOSS if key.endswith("upper_heldout`") else SHARE)
+    return (
+        ANSWERS
+        if "refined/" in key or "answers_right" in key
+        else LOSS
+        if key.endswith("upper_heldout`")
+        else SHARE
+    )
 
 
 def in_glossary(key):
@@ -90,8 +112,9 @@ def in_glossary(key):
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     first = " ".join(re.findall(r"^\| ([^|]+) \|", glossary, re.MULTILINE))
     names = re.findall(r"`([^`\s]+)`", first)
-    patterns = [re.sub("KIND|WAY", "[a-z]+", re.escape(name)).replace("KEY", ".+")
-                for name in names]
+    patterns = [
+        re.sub("KIND|WAY", "[a-z]+", re.escape(name)).replace("KEY", ".+") for name in names
+    ]
     return any(re.fullmatch(pattern, key) for pattern in patterns)
 
 
@@ -112,9 +135,14 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
                 wrong.append(f"{title}: {key} is {seen}, the lesson says {value}")
         if "--token-budget" in arguments:
             raw = result_of(tmp_path / "runs/lesson/raw")
-            assert int(arguments[arguments.index("--token-budget") + 1]) == 3 * raw["lower_tokens"]
+            assert (
+                int(arguments[arguments.index("--token-budget") + 1])
+                == 3 * raw["lower_tokens"]
+            )
         if change:
-            assert all(step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl"))
+            assert all(
+                step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl")
+            )
         logged |= {key for row in read_rows(out / "metrics.jsonl") for key in row}
         logged |= set(result_of(out)) | set(read_rows(out / "weights.jsonl")[0])
         if (out / "curated.jsonl").exists():

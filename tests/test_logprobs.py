@@ -294,9 +294,7 @@ def load(name, dtype=F64, **changes):
     return pair_of(MAKERS[name](**changes).to(dtype))
 
 
-def load_lora(
-    name, dtype=F64, checkpointing=False, base_layer=torch.nn.Linear, **changes
-):
+def load_lora(name, dtype=F64, checkpointing=False, base_layer=torch.nn.Linear, **changes):
     """As `load`, with random adapters: the packed one's are the fast ones of models.py, the other's
     PEFT's own. base_layer: the class of the layers below the packed one's adapters."""
     config = peft.LoraConfig(
@@ -321,9 +319,7 @@ def load_lora(
 
 
 def trained(model):
-    return [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def lora_layers(model):
@@ -400,9 +396,7 @@ def test_rows_do_not_leak(name):
     before, _ = sequence_logprobs(packed, pack(rows))
     rest = [0, 1, 3, 4, 5]
     for middle in ragged_rows(7, ((31, 30), (3, 1))):
-        changed, _ = sequence_logprobs(
-            packed, pack([*rows[:2], middle, *rows[3:]])
-        )
+        changed, _ = sequence_logprobs(packed, pack([*rows[:2], middle, *rows[3:]]))
         assert_near(changed[rest], before[rest], 1e-12)
         assert abs(changed[2] - before[2]) > 0.1
     for order in ([3, 4], [4, 2, 0, 5, 1, 3]):
@@ -467,9 +461,7 @@ def attend(dtype=F32, **options):
     key = normal(1, 2, 7, 8, seed=1).to(dtype)
     value = normal(1, 2, 7, 8, seed=2).to(dtype)
     options["cu_seqlens"] = torch.tensor([0, 3, 7], dtype=torch.int32)
-    output, _ = logprobs.packed_attention(
-        None, query, key, value, None, **options
-    )
+    output, _ = logprobs.packed_attention(None, query, key, value, None, **options)
     return output
 
 
@@ -477,9 +469,7 @@ def attend(dtype=F32, **options):
 def test_attention_that_would_be_read_wrongly_is_refused(name):
     """What transformers hands to an attention that this one does not compute; None is fine."""
     attend(**{name: None})
-    with pytest.raises(
-        ValueError, match=f"needs {name}, which is not supported"
-    ):
+    with pytest.raises(ValueError, match=f"needs {name}, which is not supported"):
         attend(**{name: torch.ones(1)})
 
 
@@ -513,9 +503,7 @@ def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
         ):
             check_model(packed, 1e-3)
     finally:
-        AttentionInterface.register(
-            logprobs.ATTENTION, logprobs.packed_attention
-        )
+        AttentionInterface.register(logprobs.ATTENTION, logprobs.packed_attention)
     check_model(packed, 1e-9)
     check_model(load_lora(name, F32)[0], 1e-3)
 
@@ -523,9 +511,7 @@ def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
 def test_check_model_rejects_a_head_that_does_more():
     """A scale on the logits that no configuration entry names."""
     packed, _ = load("llama")
-    packed.lm_head.register_forward_hook(
-        lambda head, inputs, logits: 0.5 * logits
-    )
+    packed.lm_head.register_forward_hook(lambda head, inputs, logits: 0.5 * logits)
     with pytest.raises(ValueError, match="this architecture does not fit"):
         check_model(packed, 1e-3)
 
@@ -551,13 +537,9 @@ def test_varlen_attention_gets_what_it_needs(monkeypatch):
         assert max_q == max_k == 4
         assert window_size == (-1, 0)  # what torch calls causal
         assert query.shape == key.shape == (7, 4, 8)
-        mask = (
-            torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()
-        )
+        mask = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).tril().bool()
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         return output.transpose(0, 1)
 
     expected = attend(F64, scaling=0.3)
@@ -578,9 +560,7 @@ class Watcher(TorchDispatchMode):
         products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
         if function.overloadpacket in products:
             self.dtypes += [
-                x.dtype
-                for x in args
-                if isinstance(x, torch.Tensor) and x.ndim > 1
+                x.dtype for x in args if isinstance(x, torch.Tensor) and x.ndim > 1
             ]
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
@@ -602,17 +582,13 @@ def test_no_tensor_of_length_by_length_is_made():
 
 @pytest.mark.parametrize("base_layer", [torch.nn.Linear, Quantised])
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(
-    name, base_layer
-):
+def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, base_layer):
     """Every product of the layers, forward and backward; float32 logits; gradients near those of
     float64, and float32, as Adam's masters need. As PEFT is, the adapters' were float32."""
     small = {"initializer_range": 0.05}
     packed, _ = load_lora(name, BF16, base_layer=base_layer, **small)
     exact, _ = load_lora(name, F64, **small)
-    for parameter, twin in zip(
-        packed.parameters(), exact.parameters(), strict=True
-    ):
+    for parameter, twin in zip(packed.parameters(), exact.parameters(), strict=True):
         if parameter.requires_grad:
             parameter.data = 0.25 * twin.data.float()
         twin.data = parameter.data.double()
@@ -716,9 +692,7 @@ def test_the_example_of_selector():
     result = run_example(
         selector, epoch=1, upper_losses=torch.zeros(5), rows=rows, losses=losses
     )
-    assert losses.grad.tolist() == pytest.approx(
-        [0.1, 0.1]
-    )  # rho 0.2, weight 1, two rows
+    assert losses.grad.tolist() == pytest.approx([0.1, 0.1])  # rho 0.2, weight 1, two rows
     order = result["selector"].logits.argsort()
     assert order[:2].tolist() == [2, 7]
 
@@ -783,7 +757,5 @@ def test_memory_of_a_step_at_4096_tokens_and_a_50k_vocabulary():
     plain = report["plain"]
     assert packed["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert packed["norm"] == pytest.approx(plain["norm"], rel=1e-3)
-    assert (
-        plain["peak"] > 4096 * 50304 * 4
-    )  # the comparison is with what it says
+    assert plain["peak"] > 4096 * 50304 * 4  # the comparison is with what it says
     assert packed["peak"] < plain["peak"] / 8, report

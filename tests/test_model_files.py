@@ -128,9 +128,7 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
     """A config.json of fewer layers: transformers leaves the others out and says nothing."""
     folder = copy_tree(folders["llama"], tmp_path / "shallow")
     file = folder / "config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1})
-    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
     assert "model.layers.1." in train(files(), folder, batch=12, epochs=1).text
 
 

@@ -164,9 +164,7 @@ def test_online_goes_on_bit_for_bit(online, files, stopped, case):
         stops.insert(1, (train_online, "generate", 2))
     steps = {"batch": 4, "epochs": 2, "save_every": 2, "k_gen": 3, "lr": 1e-2}
     paths = files(lower=17, upper=7)
-    goes_on(
-        online, paths, stops, stopped, ratio_masked=0.4, **steps, **ONLINE[case]
-    )
+    goes_on(online, paths, stops, stopped, ratio_masked=0.4, **steps, **ONLINE[case])
 
 
 def test_a_killed_process_goes_on_bit_for_bit(online, files, folders, tmp_path):
@@ -178,9 +176,7 @@ def test_a_killed_process_goes_on_bit_for_bit(online, files, folders, tmp_path):
     for name, path in paths.items():
         given[name.replace("heldout", "upper_heldout")] = path
     run = tmp_path / "run"
-    words = flags(
-        model=folders["llama"], out=run, cache_dir=tmp_path / "cache", **given
-    )
+    words = flags(model=folders["llama"], out=run, cache_dir=tmp_path / "cache", **given)
     forks = Forks(tmp_path / "log")
     try:
         forks.start("train_online", words)

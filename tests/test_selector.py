@@ -62,14 +62,10 @@ def assert_near(actual, expected, tolerance=1e-13):
 
 @pytest.mark.parametrize("duplicates", [False, True])
 @pytest.mark.parametrize("gamma", [1 / 9, 1.0, 4.0])
-def test_eq_omega_step_is_the_gradient_of_the_softmax_objective(
-    gamma, duplicates
-):
+def test_eq_omega_step_is_the_gradient_of_the_softmax_objective(gamma, duplicates):
     """PBGD-2, plain step: omega - alpha grad_omega gamma mean_b N sigma_{i_b} C_b."""
     selector = start(0)
-    for seed in range(
-        3
-    ):  # three steps, so that a stale softmax would show as well
+    for seed in range(3):  # three steps, so that a stale softmax would show as well
         rows, losses = draws(seed, duplicates)
         gradient = autograd_gradient(selector.logits, rows, losses, gamma)
         expected = selector.logits - 0.7 * gradient
@@ -102,9 +98,7 @@ def test_eq_omega_gradient_is_the_written_formula():
     expected = selector.logits.clone()
     for j in range(N):
         for i, cost in zip(rows.tolist(), losses.tolist(), strict=True):
-            expected[j] -= (
-                gamma * N / B * cost * sigma[i] * ((i == j) - sigma[j])
-            )
+            expected[j] -= gamma * N / B * cost * sigma[i] * ((i == j) - sigma[j])
     selector.step(rows, losses, gamma)
     assert_near(selector.logits, expected)
 
@@ -117,9 +111,7 @@ def mean_step(losses, center=False, baseline=None):
         selector.baseline = baseline
         before = selector.logits.clone()
         selector.step(torch.tensor([i]), losses[i : i + 1], 1.0)
-        assert (
-            selector.logits - before
-        ).abs().max() > 1e-3  # each single step does move
+        assert (selector.logits - before).abs().max() > 1e-3  # each single step does move
         total += selector.logits - before
     return total / N
 
@@ -145,16 +137,12 @@ def test_eq_center_subtracts_a_mean_of_past_losses():
         losses = torch.rand(4, generator=seeded(seed), dtype=F64)
         if baseline is None:
             baseline = losses.mean()
-        gradient = autograd_gradient(
-            selector.logits, rows, losses - baseline, 0.5
-        )
+        gradient = autograd_gradient(selector.logits, rows, losses - baseline, 0.5)
         expected = selector.logits - 0.7 * gradient
         selector.step(rows, losses, 0.5)
         assert_near(selector.logits, expected)
         baseline = 0.9 * baseline + 0.1 * losses.mean()
-        assert_near(
-            selector.last_losses[rows], losses
-        )  # the log keeps the true loss
+        assert_near(selector.last_losses[rows], losses)  # the log keeps the true loss
 
 
 def test_high_loss_loses_weight_and_unseen_rows_move_together():
@@ -172,9 +160,7 @@ def test_eq_weights_are_n_softmax_with_mean_one():
     """W = N softmax(omega), deviation 1; rows picks, order and duplicates kept."""
     selector = start(7)
     powers = [math.exp(w) for w in selector.logits]
-    exact = torch.tensor(
-        [N * power / sum(powers) for power in powers], dtype=F64
-    )
+    exact = torch.tensor([N * power / sum(powers) for power in powers], dtype=F64)
     rows = torch.tensor([9, 0, 9])
     assert_near(selector.weights(), exact, 1e-14)
     assert_near(selector.weights(rows), exact[rows], 1e-14)
@@ -201,9 +187,7 @@ def test_extreme_logits_neither_overflow_nor_lose_mass():
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize(
-    "dtype", [F64, torch.float32, torch.bfloat16, torch.float16]
-)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_float64_stays_and_all_else_is_float32(dtype, optimizer):
     kept = F64 if dtype == F64 else torch.float32
     selector = Selector(3, lr=0.1, optimizer=optimizer, dtype=dtype)
@@ -260,14 +244,10 @@ def test_eq_penalty_schedule():
     """gamma_k = rho_k / (1 - rho_k), rho_k = 0.1, 0.2, ... (appendix D), in exact fractions."""
     for epoch in range(9):
         rho = Fraction(epoch + 1, 10)
-        assert penalty(epoch) == pytest.approx(
-            float(rho / (1 - rho)), rel=1e-15
-        )
+        assert penalty(epoch) == pytest.approx(float(rho / (1 - rho)), rel=1e-15)
     assert penalty(2) == 0.3 / 0.7
     assert penalty(7, rho_start=0.5, rho_step=0.0) == 1.0
-    assert penalty(3, rho_start=0.2, rho_step=0.05) == pytest.approx(
-        7 / 13, rel=1e-15
-    )
+    assert penalty(3, rho_start=0.2, rho_step=0.05) == pytest.approx(7 / 13, rel=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -281,9 +261,7 @@ def test_eq_penalty_schedule():
         (0, NAN, 0.1),
     ],
 )
-def test_penalty_outside_the_open_interval_is_refused(
-    epoch, rho_start, rho_step
-):
+def test_penalty_outside_the_open_interval_is_refused(epoch, rho_start, rho_step):
     with pytest.raises(ValueError, match=r"rho must lie inside \(0, 1\)"):
         penalty(epoch, rho_start, rho_step)
 
@@ -360,9 +338,7 @@ def test_state_round_trip_continues_bit_for_bit(optimizer):
         whole.step(*draws(seed), 0.4)
         resumed.step(*draws(seed), 0.4)
     assert torch.equal(resumed.logits, whole.logits)
-    assert torch.equal(
-        resumed.last_losses.nan_to_num(-1), whole.last_losses.nan_to_num(-1)
-    )
+    assert torch.equal(resumed.last_losses.nan_to_num(-1), whole.last_losses.nan_to_num(-1))
     assert torch.equal(resumed.baseline, whole.baseline)
     assert resumed.diagnostics() == whole.diagnostics()
 

@@ -87,9 +87,7 @@ def test_eq_bds_run_in_float64(train, files, folders, adapters, case):
     # The weights in the ranking are N softmax(omega).
     weights = 7 * torch.softmax(expected.records[-1]["omega"], dim=0)
     for entry in run.weights:
-        assert entry["weight"] == pytest.approx(
-            weights[entry["row_id"]].item(), rel=1e-6
-        )
+        assert entry["weight"] == pytest.approx(weights[entry["row_id"]].item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("omega_loss", ["next", "current"])
@@ -109,9 +107,7 @@ def test_eq_omega_step_by_its_formula(train, files, omega_loss):
     losses = torch.tensor([entry[column] for entry in entries], dtype=torch.float64)
     expected = -2 / 9 * (losses - losses.mean()) / 6
     torch.testing.assert_close(omega(run, 1), expected, rtol=1e-6, atol=1e-9)
-    assert any(
-        abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries
-    )
+    assert any(abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries)
 
 
 @pytest.mark.parametrize(("rho", "dtype"), [(0.5, "float32"), (0.6, "float64")])
@@ -146,9 +142,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, tmp_path):
     sources = {"lower": rows, "upper": [("six", "e")], "heldout": [("sky", "f")]}
     paths = {}
     for name, texts in sources.items():
-        entries = [
-            {"prompt": prompt, "response": response} for prompt, response in texts
-        ]
+        entries = [{"prompt": prompt, "response": response} for prompt, response in texts]
         paths[name] = write_rows(tmp_path / f"{name}.jsonl", entries)
     method = {
         "correction": 1,
@@ -163,9 +157,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, tmp_path):
     for entry in run.weights:
         least = floor if entry["row_id"] < 2 else 0
         assert entry["final_loss"] == pytest.approx(least, abs=0.03)
-        assert entry["final_loss"] - entry["attainable_loss"] == pytest.approx(
-            0, abs=0.03
-        )
+        assert entry["final_loss"] - entry["attainable_loss"] == pytest.approx(0, abs=0.03)
 
 
 # --- the step and how it is cut -------------------------------------------------------------------
@@ -190,9 +182,7 @@ def gradient(step, model, *batch, **limits):
 
 
 @pytest.mark.parametrize("script", [train_offline, train_online])
-def test_eq_gradient_does_not_depend_on_the_micro_batch(
-    files, folders, adapters, script
-):
+def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters, script):
     """Deviation 3's objective is normalised by the whole step: micro batches of 1, 3, 8 and 32 of
     32 upper and 21 lower rows of ragged lengths; online three answers each, or none."""
     device = torch.device("cpu")
@@ -211,23 +201,17 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(
         old = torch.full((3,), -30.0, dtype=torch.float64)
         lower = [train_online.Answers([row]) for row in lower[:8]]
         for place in range(8, 20):
-            lower.append(
-                train_online.Answers(rows["lower"][place * 3 :][:3], old, 0)
-            )
+            lower.append(train_online.Answers(rows["lower"][place * 3 :][:3], old, 0))
         lower.append(train_online.Answers([]))
         more = {"num_answers": 3, "kind": "sequence"}
     weights = torch.linspace(0.2, 1.8, 21, dtype=torch.float64)
     gradients = {}
     for size in (1, 3, 8, 32):
         batch = (rows["upper"], lower, weights, 0.4)
-        gradients[size] = gradient(
-            script.descend, model, *batch, micro_batch=size, **more
-        )
+        gradients[size] = gradient(script.descend, model, *batch, micro_batch=size, **more)
     assert gradients[32].norm() > 0.1
     for size in (1, 3, 8):
-        torch.testing.assert_close(
-            gradients[size], gradients[32], rtol=1e-10, atol=1e-12
-        )
+        torch.testing.assert_close(gradients[size], gradients[32], rtol=1e-10, atol=1e-12)
 
 
 def test_sft_reads_the_lower_rows_alone(train, files):
@@ -237,9 +221,7 @@ def test_sft_reads_the_lower_rows_alone(train, files):
     (step,) = run.metrics
     assert (step["rho"], step["upper_loss"]) == (1.0, None)
     assert step["loss"] == step["lower_loss"]
-    assert step["lower_loss"] == pytest.approx(
-        run.result["lower_original"], rel=1e-5
-    )
+    assert step["lower_loss"] == pytest.approx(run.result["lower_original"], rel=1e-5)
     assert "upper_heldout" not in run.result
 
 
@@ -271,9 +253,7 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
             assert entry[column] == pytest.approx(losses[entry["row_id"]], rel=1e-4)
     kept = [losses[row_id] for row_id in order[:18]]
     assert run.result["lower_kept"] == pytest.approx(sum(kept) / 18, rel=1e-4)
-    shown = [
-        {key: entry[key] for key in ("row_id", "hash")} for entry in run.weights
-    ]
+    shown = [{key: entry[key] for key in ("row_id", "hash")} for entry in run.weights]
     for entry in shown:
         entry |= source[entry["row_id"]]
     assert read_rows(run.out / "shown.jsonl") == shown  # the texts, for the report
@@ -285,9 +265,7 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     paths, source = files(upper=6), make_rows(15, seed=12)
     source[3]["response"] = ""
     paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    first = train(
-        paths, out="first", batch=8, epochs=1, omega_lr=30, keep_fraction=0.5
-    )
+    first = train(paths, out="first", batch=8, epochs=1, omega_lr=30, keep_fraction=0.5)
     kept = sorted(entry["row_id"] for entry in first.weights if entry["kept"])
     few = write_rows(tmp_path / "few.jsonl", [source[i] for i in kept])
     method = {"batch": 4, "epochs": 2, "lr": 1e-2}
@@ -298,9 +276,7 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     assert len(kept) == 7
     assert same_adapter(run, alone)
     for entry in (run, first):  # the mean over all 14 rows, whatever trains
-        assert (
-            entry.result["base/upper_heldout"] == alone.result["base/upper_heldout"]
-        )
+        assert entry.result["base/upper_heldout"] == alone.result["base/upper_heldout"]
     sft = train(paths, out="sft", method="sft", lr=0, **keep)
     losses = [entry["base_loss"] for entry in first.weights]
     assert sft.result["lower_original"] == pytest.approx(sum(losses) / 14, rel=1e-4)
@@ -366,10 +342,7 @@ def test_run_folder_and_metrics(train, files):
             "omega/entropy",
         ):
             assert (key in step) == ends
-        mixed = (
-            step["rho"] * step["lower_loss"]
-            + (1 - step["rho"]) * step["upper_loss"]
-        )
+        mixed = step["rho"] * step["lower_loss"] + (1 - step["rho"]) * step["upper_loss"]
         assert step["loss"] == pytest.approx(mixed)
     for key in (
         "upper_heldout",
@@ -393,9 +366,7 @@ def test_a_token_budget_ends_at_the_step_that_reads_it(train, files):
     for budget in range(1, read + 1):
         steps = session.budget_steps(budget, torch.tensor(lengths), batch, seed)
         assert steps == 1 + sum(end < budget for end in ends)
-    run = train(
-        {"lower": files()["lower"]}, method="sft", batch=5, token_budget=400
-    )
+    run = train({"lower": files()["lower"]}, method="sft", batch=5, token_budget=400)
     tokens = [step["tokens"] for step in run.metrics]
     assert sum(tokens[:-1]) < 400 <= sum(tokens)
 
@@ -499,9 +470,7 @@ def test_presets_hold_the_published_values_and_nothing_else(preset):
         "upper": f".cache/recipes/{upper}.jsonl",
     }
     expected = (
-        PUBLISHED
-        | sources
-        | {"model": model, "lower_limit": limit, "preset": preset}
+        PUBLISHED | sources | {"model": model, "lower_limit": limit, "preset": preset}
     )
     expected["gradient_checkpointing"] = True
     plain = arguments(train_offline, model="m", lower="a", upper="b")

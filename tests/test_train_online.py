@@ -81,24 +81,16 @@ class ByHand(by_hand.Run):
 
     def answers(self, k, place):
         rows, _, _ = self.states[k]["buffer"][place]
-        return [
-            (torch.tensor(row["input_ids"]), row["trained"].index(1))
-            for row in rows
-        ]
+        return [(torch.tensor(row["input_ids"]), row["trained"].index(1)) for row in rows]
 
     def refresh(self, model, k):
         """pi_old is the model of this step, at temperature 1."""
         self.old = {}
         for place, (_, old_logps, step) in self.states[k]["buffer"].items():
-            sums = [
-                token_logps(model, answer).sum()
-                for answer in self.answers(k, place)
-            ]
+            sums = [token_logps(model, answer).sum() for answer in self.answers(k, place)]
             self.old[place] = torch.stack(sums).detach()
             assert step == k
-            torch.testing.assert_close(
-                old_logps, self.old[place], rtol=1e-6, atol=1e-6
-            )
+            torch.testing.assert_close(old_logps, self.old[place], rtol=1e-6, atol=1e-6)
 
     def lower_losses(self, model, k, rows, weighted=False):
         if weighted and k % self.k_gen == 0:
@@ -174,9 +166,7 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, states, case
     expected.train(options)
     by_hand.assert_follows(run, expected, options)
     assert expected.records[0]["grad_norm"] > options["clip"]
-    for step, state, ratios in zip(
-        run.metrics, states, expected.ratios, strict=True
-    ):
+    for step, state, ratios in zip(run.metrics, states, expected.ratios, strict=True):
         assert len(places(state["mask"])) == 3
         k = step["step"]
         first = k - k % 2
@@ -192,12 +182,8 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, states, case
             assert (abs(step["ratio_mean"] - 1) > 1e-4) == (k != first)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float64", 1e-6), ("float32", 1e-4)]
-)
-def test_eq_ratio_is_one_right_after_a_refresh(
-    online, files, adapters, dtype, tolerance
-):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 1e-4)])
+def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, tolerance):
     """Choice 10: old log-probs are scored by the training forward, so r = 1 at the step of the
     refresh, to rounding, whatever the temperature; later it is not."""
     method = {
@@ -226,9 +212,7 @@ def test_eq_ratio_is_one_right_after_a_refresh(
     assert abs(used.metrics[-1]["ratio_mean"] - 1) > 0.01
 
 
-NOW = torch.tensor(
-    [[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True
-)
+NOW = torch.tensor([[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True)
 OLD = torch.tensor([[-3.5, -7.0], [-9.0, -2.5]], dtype=torch.float64)
 
 
@@ -239,9 +223,7 @@ def test_eq_lower_terms(kind):
     e = math.exp
     ratios = {
         "sequence": [[e(0.5), e(-1)], [e(5), 1]],
-        "lambda": [
-            [2 * e(p) / (e(a) + e(b)) for p in (a, b)] for a, b in NOW.tolist()
-        ],
+        "lambda": [[2 * e(p) / (e(a) + e(b)) for p in (a, b)] for a, b in NOW.tolist()],
         None: [[1, 1], [1, 1]],
     }[kind]
     rows = [{}, {}]
@@ -258,9 +240,7 @@ def test_eq_lower_terms(kind):
     weighted = []
     for r, loss in zip(ratios, losses, strict=True):
         weighted.append((r[0] * loss[0] + r[1] * loss[1]) / 2)
-    assert terms.weighted.tolist() == pytest.approx(
-        [weighted[0], 2.0, weighted[1], 0.0]
-    )
+    assert terms.weighted.tolist() == pytest.approx([weighted[0], 2.0, weighted[1], 0.0])
     assert terms.plain.tolist() == pytest.approx([1.75, 2.0, 1.25, 0.0])
     assert terms.num_clamped == (kind == "sequence")
     assert not terms.plain.requires_grad
@@ -287,9 +267,7 @@ def test_what_the_log_says_of_a_step():
     )
     masked = torch.tensor([False, False, True, True])
     present = torch.tensor([True, True, True, False])
-    assert train_online.answer_step_metrics(
-        losses, masked, present
-    ) == pytest.approx(
+    assert train_online.answer_step_metrics(losses, masked, present) == pytest.approx(
         {
             "lower_loss_masked": 5,
             "lower_loss_unmasked": 1.5,
@@ -329,9 +307,7 @@ def test_up_to_the_first_refresh_it_is_offline_selection(
     run = online(paths, out="online", first_refresh=6, k_gen=3, **steps, **method)
     assert [step["step"] for step in run.metrics if "answers" in step] == [6, 9]
     for mine, theirs in zip(run.metrics[:6], bds.metrics, strict=False):
-        differs = {
-            key for key in theirs if mine[key] != theirs[key] and "time/" not in key
-        }
+        differs = {key for key in theirs if mine[key] != theirs[key] and "time/" not in key}
         assert differs == set()
         assert (mine["masked_share"], mine["lower_loss_masked"]) == (0, None)
     assert torch.equal(omega(run, 1), omega(bds, 1))
@@ -373,9 +349,7 @@ def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
     second = online(paths, out="second", **method)
     assert len(masked) == 5
     theirs = adapter(second)
-    assert all(
-        torch.equal(value, theirs[name]) for name, value in adapter(first).items()
-    )
+    assert all(torch.equal(value, theirs[name]) for name, value in adapter(first).items())
     assert torch.equal(omega(first, 2), omega(second, 2))
     assert len(set(omega(first, 2)[masked].tolist())) == 1
     assert len(set(omega(first, 2).tolist())) > 5
@@ -386,9 +360,7 @@ def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
 
 
 @pytest.mark.parametrize("correction", [0.0, 1.0])
-def test_drop_with_every_row_masked_is_the_upper_level_alone(
-    online, files, correction
-):
+def test_drop_with_every_row_masked_is_the_upper_level_alone(online, files, correction):
     """Nothing is left of the lower level, also where theta_hat would descend it."""
     steps = {"batch": 4, "micro_batch": 2, "epochs": 2, "correction": correction}
     run = online(files(lower=7, upper=6), refine="drop", ratio_masked=1, **steps)
@@ -453,12 +425,8 @@ def test_a_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, stat
     assert [step["mask_churn"] for step in run.metrics[::2]] == pytest.approx(churn)
     for step, mask in zip(run.metrics, masks, strict=True):
         rows = batches.epoch_batch(20, 10, 0, step["epoch"], step["step"] % 2)
-        assert step["masked_share"] == pytest.approx(
-            mask[rows].double().mean().item()
-        )
-    assert sorted(e["row_id"] for e in run.weights if e["masked"]) == places(
-        masks[-1]
-    )
+        assert step["masked_share"] == pytest.approx(mask[rows].double().mean().item())
+    assert sorted(e["row_id"] for e in run.weights if e["masked"]) == places(masks[-1])
     online(paths, out="other", epochs=1, seed=1, **method)
     assert places(states[-1]["mask"]) != places(masks[0]) != list(range(5))
 
@@ -594,9 +562,7 @@ def test_templates(online, files, tmp_path, states, chat, front):
     for rows, _, _ in states[0]["buffer"].values():
         for row in rows:
             assert tokenizer.decode(batches.prompt_of(row)).endswith(front)
-    refined = [
-        entry["refined"] for entry in run.curated if entry["refined"] is not None
-    ]
+    refined = [entry["refined"] for entry in run.curated if entry["refined"] is not None]
     assert len(refined) == 6
     for text in refined:
         assert not any(token in text for token in ("<|im", "<eos>", "<pad>"))

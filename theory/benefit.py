@@ -33,7 +33,12 @@ def conflict_problem(neutral=False):
     to D: useful too, by definition, since some model of S_val fits it. Returns problem, U (N,).
     """
     val = [[ASKED, Q1, ANS_A], [ASKED, Q2, ANS_B]]
-    sft = [[OTHER, Q1, ANS_A], [OTHER, Q2, ANS_B], [ASKED, Q1, ANS_C], [ASKED, Q2, ANS_C]]
+    sft = [
+        [OTHER, Q1, ANS_A],
+        [OTHER, Q2, ANS_B],
+        [ASKED, Q1, ANS_C],
+        [ASKED, Q2, ANS_C],
+    ]
     useful = [True, True, False, False]
     if neutral:
         val.append([ASKED, Q3, ANS_A])
@@ -175,18 +180,22 @@ def measure():
         val, losses = benefit_class(with_compromise)
         sft = losses.mean(1)
         delta_val, delta_sft, rho_c = deltas(val, sft)
-        worst = [float(val[mixing_minimisers(val, sft, rho)].max()) for rho in rhos.tolist()]
+        worst = [
+            float(val[mixing_minimisers(val, sft, rho)].max()) for rho in rhos.tolist()
+        ]
         everywhere = lower_level_minimisers(losses)[-1]  # the support of all rows
-        classes.append({
-            "class": name,
-            "Delta_val": delta_val,
-            "Delta_sft": delta_sft,
-            "rho_c": rho_c,
-            "mixing leaves S_val at": switch_point(val, sft),
-            "then has": worst[-1],
-            "BDS": float(val[bds_solutions(val, losses).any(0)].max()),
-            "finite omega": float(val[everywhere].min()),
-        })
+        classes.append(
+            {
+                "class": name,
+                "Delta_val": delta_val,
+                "Delta_sft": delta_sft,
+                "rho_c": rho_c,
+                "mixing leaves S_val at": switch_point(val, sft),
+                "then has": worst[-1],
+                "BDS": float(val[bds_solutions(val, losses).any(0)].max()),
+                "finite omega": float(val[everywhere].min()),
+            }
+        )
         curves[f"direct mixing, {name}"] = (rhos, worst)
     curves["BDS"] = (rhos, [classes[0]["BDS"]] * len(rhos))
     curves["rho_c"] = ([rho_c], [classes[0]["BDS"]])
@@ -202,7 +211,11 @@ def measure():
 def print_table(numbers):
     print_rows(numbers["classes"])
     print("rho_c is tight for two policies and only sufficient for three.")
-    print("Transformer, |W_ov|_F <= R: no softmax loss is zero, so Assumption 1 fails at every R.")
+    print(
+        "Transformer, |W_ov|_F <= R: no softmax loss is zero, so Assumption 1 fails at every R."
+    )
     print_rows(numbers["bounded"])
-    print("Mixing misses v* at every rho > 0. Both Deltas grow with R, the gap of mixing stays "
-          "finite, that of BDS vanishes.")
+    print(
+        "Mixing misses v* at every rho > 0. Both Deltas grow with R, the gap of mixing stays "
+        "finite, that of BDS vanishes."
+    )

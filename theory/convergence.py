@@ -40,8 +40,8 @@ class Instance:
     N: int
     V: int
     gamma: float
-    B_X: float      # max sigma_max(X_d)                          (Assumption token geometry)
-    B_q: float      # max |X_{d,-1}|
+    B_X: float  # max sigma_max(X_d)                          (Assumption token geometry)
+    B_q: float  # max |X_{d,-1}|
 
     @property
     def scale(self):
@@ -51,11 +51,11 @@ class Instance:
 class Trace(NamedTuple):
     """What every iterate of a run shows, columns (steps,)."""
 
-    loss: Tensor        # L_gamma
-    R: Tensor           # sigma_max(W_ov)
-    sigma_min: Tensor   # sigma_min(H)
-    square: Tensor      # |grad L_gamma|^2
-    token_pl: Tensor    # the least |grad g|^2 / (2 g) of a token
+    loss: Tensor  # L_gamma
+    R: Tensor  # sigma_max(W_ov)
+    sigma_min: Tensor  # sigma_min(H)
+    square: Tensor  # |grad L_gamma|^2
+    token_pl: Tensor  # the least |grad g|^2 / (2 g) of a token
 
 
 def convergence_problem():
@@ -188,12 +188,14 @@ def gradient_variation(step, problem, gamma, eta):
 def drift_between(start, step, instance):
     """How far `step` is from `start`, as `drift_bounds` has it -> (4,)."""
     H0, H = (feature_matrix(z.penalty.c, z.penalty.state.h) for z in (start, step))
-    return torch.stack([
-        spectral_norm(step.theta.W_ov - start.theta.W_ov),
-        (step.omega - start.omega).norm(),
-        spectral_norm(step.theta.W_kq - start.theta.W_kq),
-        spectral_norm(H - H0) / math.sqrt(instance.scale),
-    ])
+    return torch.stack(
+        [
+            spectral_norm(step.theta.W_ov - start.theta.W_ov),
+            (step.omega - start.omega).norm(),
+            spectral_norm(step.theta.W_kq - start.theta.W_kq),
+            spectral_norm(H - H0) / math.sqrt(instance.scale),
+        ]
+    )
 
 
 def observe(step, problem):
@@ -219,7 +221,9 @@ def inequalities(trace, eta, instance):
     mu_seen = trace.square / (2 * trace.loss)
     loss = trace.loss[:-1]
     following = trace.loss[1:]
-    taylor = (loss - eta * trace.square[:-1] + L[:-1] / 2 * eta**2 * trace.square[:-1]) - following
+    taylor = (
+        loss - eta * trace.square[:-1] + L[:-1] / 2 * eta**2 * trace.square[:-1]
+    ) - following
     descent = loss * (1 - eta * mu_tokens[:-1]) - following
     return {
         "eta max L_k <= 1": float((eta * L).max()),
@@ -278,7 +282,9 @@ def convergence_run(epsilon, every=50):
     L = smoothness_constant(trace.R[::every], instance)
     smooth = []
     drift = []
-    lengths = eta * (trace.loss.cumsum(0) - trace.loss)[::every]  # S_k = sum_{t<k} eta L_gamma^t
+    lengths = (
+        eta * (trace.loss.cumsum(0) - trace.loss)[::every]
+    )  # S_k = sum_{t<k} eta L_gamma^t
     for checkpoint, S in zip(checkpoints, lengths, strict=True):
         smooth.append(gradient_variation(checkpoint, problem, gamma, eta))
         if checkpoint.k > 0:
@@ -315,7 +321,9 @@ def measure():
         runs.append(run)
         curves[f"epsilon = {epsilon:g}"] = (range(1, len(trace.loss) + 1), trace.loss)
     first, last = runs[1]["observed"], runs[-1]["observed"]
-    slope = math.log(last["steps"] / first["steps"]) / math.log(last["epsilon"] / first["epsilon"])
+    slope = math.log(last["steps"] / first["steps"]) / math.log(
+        last["epsilon"] / first["epsilon"]
+    )
     figure = Figure(
         "step k (from 1)",
         "L_gamma",
@@ -336,5 +344,7 @@ def print_table(numbers):
     for name, heading in headings.items():
         print(heading)
         print_rows([run[name] for run in numbers["runs"]])
-    print(f"tau grows like epsilon^{numbers['slope']:.2f}. For these V and M the path-length "
-          f"argument certifies at most {certifiable_share(10, 10):.1e} of the loss.")
+    print(
+        f"tau grows like epsilon^{numbers['slope']:.2f}. For these V and M the path-length "
+        f"argument certifies at most {certifiable_share(10, 10):.1e} of the loss."
+    )

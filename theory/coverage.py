@@ -79,13 +79,15 @@ def measure():
     _, mixing = coverage_run(rate=0.0, steps=4000)
     training = []
     for k in (0, 10, 100, 1000, 4000):
-        training.append({
-            "k": k,
-            "BDS: 1 - sum_U sigma": 1 - float(bds[k, 0]),
-            "BDS: L_val": float(bds[k, 1]),
-            "mixing: 1 - sum_U 1/N": 1 - float(mixing[k, 0]),
-            "mixing: L_val": float(mixing[k, 1]),
-        })
+        training.append(
+            {
+                "k": k,
+                "BDS: 1 - sum_U sigma": 1 - float(bds[k, 0]),
+                "BDS: L_val": float(bds[k, 1]),
+                "mixing: 1 - sum_U 1/N": 1 - float(mixing[k, 0]),
+                "mixing: L_val": float(mixing[k, 1]),
+            }
+        )
     numbers = {
         "enumerated_useful": enumerated.nonzero()[:, 0].tolist(),
         "enumerated_weights": on_useful,
@@ -106,10 +108,16 @@ def measure():
 
 def print_table(numbers):
     useful = numbers["enumerated_useful"]
-    print(f"27 policies: U = rows {useful} of 3; weight on U in each support that solves BDS: "
-          f"{numbers['enumerated_weights']}; direct mixing: {len(useful) / 3:.3f}")
-    print("|U| < N is an assumption of its own: here Assumptions 1 and 2 hold and |U| = "
-          f"{numbers['all_useful']} = N")
+    print(
+        f"27 policies: U = rows {useful} of 3; weight on U in each support that solves BDS: "
+        f"{numbers['enumerated_weights']}; direct mixing: {len(useful) / 3:.3f}"
+    )
+    print(
+        "|U| < N is an assumption of its own: here Assumptions 1 and 2 hold and |U| = "
+        f"{numbers['all_useful']} = N"
+    )
     print(f"Transformer, |U| / N = {numbers['share']:.3f}, gamma 4, uniform start")
     print_rows(numbers["training"])
-    print(f"1 - sum_U sigma falls like k^{numbers['slope']:.2f}: no finite omega reaches one")
+    print(
+        f"1 - sum_U sigma falls like k^{numbers['slope']:.2f}: no finite omega reaches one"
+    )

@@ -33,7 +33,7 @@ def front_class(concave, count=41):
         losses = 0.2 + torch.stack([sin, cos], 1)
     else:
         losses = 1.2 - torch.stack([cos, sin], 1)
-    trusted = 0.3 + 0.6 * torch.exp(-((t - 0.6) / 0.2) ** 2)
+    trusted = 0.3 + 0.6 * torch.exp(-(((t - 0.6) / 0.2) ** 2))
     return t, -torch.log(trusted), losses
 
 
@@ -106,9 +106,13 @@ def measure():
 
 
 def print_table(numbers):
-    print(f"separable, 27 policies: WP {numbers['pareto']}, union of S(lambda) {numbers['union']}, "
-          f"without omega_i = -infinity {numbers['union of finite omega']}")
-    print(f"BMO picks {numbers['bmo']}, BDS {numbers['bds']}; "
-          f"all sets the same: {numbers['same']}")
+    print(
+        f"separable, 27 policies: WP {numbers['pareto']}, union of S(lambda) {numbers['union']}, "
+        f"without omega_i = -infinity {numbers['union of finite omega']}"
+    )
+    print(
+        f"BMO picks {numbers['bmo']}, BDS {numbers['bds']}; "
+        f"all sets the same: {numbers['same']}"
+    )
     print("not separable:")
     print_rows(numbers["fronts"])

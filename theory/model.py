@@ -22,9 +22,9 @@ F64 = torch.float64
 class Tokens:
     """One entry per predicted token."""
 
-    X: Tensor       # (M, a, L), prefixes padded on the left; the last column is the query
-    valid: Tensor   # (M, L), false on padding
-    y: Tensor       # (M,), the token to predict
+    X: Tensor  # (M, a, L), prefixes padded on the left; the last column is the query
+    valid: Tensor  # (M, L), false on padding
+    y: Tensor  # (M,), the token to predict
 
 
 @dataclass(frozen=True)
@@ -34,27 +34,27 @@ class BilevelProblem:
     tokens: Tokens
     N: int
     N_val: int
-    D: int          # answer tokens of a row
-    V: int          # tokens of the vocabulary
+    D: int  # answer tokens of a row
+    V: int  # tokens of the vocabulary
 
 
 class Theta(NamedTuple):
-    W_ov: Tensor    # (V, a)
-    W_kq: Tensor    # (a, a)
+    W_ov: Tensor  # (V, a)
+    W_kq: Tensor  # (a, a)
 
 
 class Gradient(NamedTuple):
-    omega: Tensor   # (N,)
-    W_ov: Tensor    # (V, a)
-    W_kq: Tensor    # (a, a)
+    omega: Tensor  # (N,)
+    W_ov: Tensor  # (V, a)
+    W_kq: Tensor  # (a, a)
 
 
 @dataclass(frozen=True)
 class Forward:
-    attention: Tensor   # (M, L)
-    h: Tensor           # (M, a)
-    logits: Tensor      # (M, V)
-    losses: Tensor      # (M,)
+    attention: Tensor  # (M, L)
+    h: Tensor  # (M, a)
+    logits: Tensor  # (M, V)
+    losses: Tensor  # (M,)
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class Rates:
 
     theta: float
     omega: float
-    sequential: bool = False   # omega sees theta^{k+1} (main text), else theta^k (appendix)
+    sequential: bool = False  # omega sees theta^{k+1} (main text), else theta^k (appendix)
 
 
 @dataclass(frozen=True)
 class Penalty:
     """The penalty objective and its gradient at one point."""
 
-    loss: float         # L_gamma
+    loss: float  # L_gamma
     gradient: Gradient
-    c: Tensor           # (M,), the weight of each token's loss
+    c: Tensor  # (M,), the weight of each token's loss
     state: Forward
 
 
@@ -81,8 +81,8 @@ class Step:
     """One iterate of PBGD."""
 
     k: int
-    omega: Tensor       # (N,)
-    sigma: Tensor       # (N,), softmax(omega)
+    omega: Tensor  # (N,)
+    sigma: Tensor  # (N,), softmax(omega)
     theta: Theta
     penalty: Penalty
 
@@ -125,8 +125,8 @@ def token_losses(logits, y):
 def forward(theta, tokens):
     """attention softmax(B), B = X^T W_kq x; h = X softmax(B); U = W_ov h; l = -log softmax(U)_y."""
     X = tokens.X
-    query = X[:, :, -1] @ theta.W_kq.T                   # W_kq x, (M, a)
-    scores = (query.unsqueeze(1) @ X).squeeze(1)         # X^T W_kq x, (M, L)
+    query = X[:, :, -1] @ theta.W_kq.T  # W_kq x, (M, a)
+    scores = (query.unsqueeze(1) @ X).squeeze(1)  # X^T W_kq x, (M, L)
     scores = scores.masked_fill(~tokens.valid, -math.inf)
     attention = torch.softmax(scores, -1)
     h = (X @ attention.unsqueeze(-1)).squeeze(-1)
@@ -155,9 +155,9 @@ def sample_gradients(theta, tokens):
     p = state.attention
     r = residuals(state.logits, tokens.y)
     back = (r @ theta.W_ov).unsqueeze(1)
-    v = (back @ tokens.X).squeeze(1)                     # X^T W_ov^T r, (M, L)
+    v = (back @ tokens.X).squeeze(1)  # X^T W_ov^T r, (M, L)
     mean = (p * v).sum(-1, keepdim=True)
-    Jv = p * (v - mean)                                  # J(B) v without forming J
+    Jv = p * (v - mean)  # J(B) v without forming J
     s = (tokens.X @ Jv.unsqueeze(-1)).squeeze(-1)
     return state, r, s
 
@@ -181,10 +181,9 @@ def coefficients(sigma, gamma, problem):
 
 
 def level_losses(losses, problem):
-    """Token losses (M,), means over a row's D answer tokens -> validation (N',), lower level (N,).
-    """
+    """Token losses (M,), means over a row's D answer tokens -> validation (N',), lower (N,)."""
     rows = losses.reshape(-1, problem.D).mean(1)
-    return rows[:problem.N_val], rows[problem.N_val:]
+    return rows[: problem.N_val], rows[problem.N_val :]
 
 
 def penalty_gradient(sigma, theta, problem, gamma):

@@ -75,7 +75,7 @@ def benefit_class(with_compromise=False):
     """
     right = [
         [0.05, 0.2, 1.0, 0.3, 0.9, 0.8],  # the validation-optimal model
-        [1.0, 1.0, 1.0, 1.0, 0.5, 0.3],   # Assumption 1: loss zero
+        [1.0, 1.0, 1.0, 1.0, 0.5, 0.3],  # Assumption 1: loss zero
     ]
     if with_compromise:
         right.append([0.6, 0.7, 1.0, 0.8, 0.8, 0.7])

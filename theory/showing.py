@@ -13,7 +13,9 @@ class Figure:
     x: str
     y: str
     curves: dict
-    settings: dict = field(default_factory=dict)  # more of matplotlib's `Axes.set`, such as xscale
+    settings: dict = field(
+        default_factory=dict
+    )  # more of matplotlib's `Axes.set`, such as xscale
 
 
 def print_rows(rows):

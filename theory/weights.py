@@ -102,7 +102,9 @@ def measure():
         "r / lambda, spread": {
             "equal old log-probs": proportionality(equal, lam),
             "unequal": proportionality(unequal, lam),
-            "loss averaged over D": proportionality(equal, response_weights(-losses / LENGTH)),
+            "loss averaged over D": proportionality(
+                equal, response_weights(-losses / LENGTH)
+            ),
         },
         "Hessian in the logits": {
             "|H - blockdiag J|": float((hessian - torch.block_diag(*blocks)).abs().max()),

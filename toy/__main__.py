@@ -1,7 +1,7 @@
 """The toy's rows as files, and its base model.
 
-    python -m toy write --out FOLDER [--seed 0 --noise 0.4 --contrary 0.5 --upper right]
-    python -m toy train --out FOLDER [--seed 0]
+python -m toy write --out FOLDER [--seed 0 --noise 0.4 --contrary 0.5 --upper right]
+python -m toy train --out FOLDER [--seed 0]
 """
 
 import argparse

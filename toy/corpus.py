@@ -41,13 +41,16 @@ PAIRED = (6, 8, 10)  # lengths of a list that is cut into pairs
 class Family:
     """A kind of puzzle."""
 
-    answers: Callable  # (items, puzzle's number) -> right and contrary items (None: no such)
-    wordings: tuple    # `{n}` is the puzzle's number, one where a wording has none
+    answers: (
+        Callable  # (items, puzzle's number) -> right and contrary items (None: no such)
+    )
+    wordings: tuple  # `{n}` is the puzzle's number, one where a wording has none
     lengths: tuple = (4, 5, 6)
     alphabets: tuple = (LETTERS, DIGITS)
 
 
 # ---- the families ------------------------------------------------------------------------------
+
 
 def shift(items, by):
     """Move every letter or digit `by` places along its own alphabet, around the end."""
@@ -121,7 +124,11 @@ FAMILIES = {
     ),
     "rotate": Family(
         rotate,
-        ("Rotate the list by one", "Cycle the items by one place", "Turn the list once"),
+        (
+            "Rotate the list by one",
+            "Cycle the items by one place",
+            "Turn the list once",
+        ),
     ),
     "shift": Family(
         turn,
@@ -134,7 +141,11 @@ FAMILIES = {
     ),
     "add": Family(
         turn,
-        ("Change each digit by {n}", "Move the digits {n} steps", "Turn each dial by {n}"),
+        (
+            "Change each digit by {n}",
+            "Move the digits {n} steps",
+            "Turn each dial by {n}",
+        ),
         alphabets=(DIGITS,),
     ),
     "swap": Family(
@@ -193,7 +204,7 @@ def answers(prompt):
 
 
 def kind_of(prompt, response):
-    """"clean", "contrary" or "plain"; for rows of the corpus and for generated answers alike."""
+    """ "clean", "contrary" or "plain"; for rows of the corpus and for generated answers alike."""
     right, contrary = answers(prompt)
     response = response.strip()
     if response == right:
@@ -202,6 +213,7 @@ def kind_of(prompt, response):
 
 
 # ---- drawing rows ------------------------------------------------------------------------------
+
 
 def draw_prompt(rng, name):
     family = FAMILIES[name]
@@ -255,8 +267,15 @@ def draw_row(rng, name, kind):
     }
 
 
-def make_rows(seed=0, num_lower=2400, num_upper=256, num_heldout=400, noise=0.4,
-              contrary_share=0.5, upper="right"):
+def make_rows(
+    seed=0,
+    num_lower=2400,
+    num_upper=256,
+    num_heldout=400,
+    noise=0.4,
+    contrary_share=0.5,
+    upper="right",
+):
     """The four sets as lists of rows; a pure function of its arguments.
 
     lower          `noise` of the rows bad, `contrary_share` of those contrary, the rest plain

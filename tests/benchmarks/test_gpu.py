@@ -53,7 +53,14 @@ def call(tmp_path, monkeypatch):
 
     def run(minutes=1):
         main(
-            ["gpu", "--rehearse", "--out", str(tmp_path / "out"), "--minutes", str(minutes)]
+            [
+                "gpu",
+                "--rehearse",
+                "--out",
+                str(tmp_path / "out"),
+                "--minutes",
+                str(minutes),
+            ]
         )
         names = begun.read_text().split() if begun.exists() else []
         return {part.name: names.count(part.name) for part in parts}
@@ -139,4 +146,7 @@ def test_it_measures_steps_without_the_packages_a_gpu_machine_may_lack():
         command, env=environment, cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["bitsandbytes is not installed", "not installed"]
+    assert done.stdout.splitlines() == [
+        "bitsandbytes is not installed",
+        "not installed",
+    ]

@@ -29,9 +29,7 @@ TWO = "User: a?\nAssistant: b\nUser: c?"
 
 def parse(text):
     """The row that such a text writes."""
-    return json.loads(
-        re.sub(r"\b[A-Z]+\b", lambda word: WORDS.get(word[0], word[0]), text)
-    )
+    return json.loads(re.sub(r"\b[A-Z]+\b", lambda word: WORDS.get(word[0], word[0]), text))
 
 
 @pytest.fixture
@@ -117,9 +115,7 @@ def test_dialogues_in_text_begin_with_any_blank(load, blank):
     "columns", ["prompt=q, response=a", {"prompt": "q", "response": "a"}]
 )
 def test_named_columns(load, columns):
-    row = load('{"q": "p", "a": "r", "bad": true, "kind": "cut"}', columns=columns)[0][
-        0
-    ]
+    row = load('{"q": "p", "a": "r", "bad": true, "kind": "cut"}', columns=columns)[0][0]
     assert (row["prompt"], row["response"], row["bad"], row["kind"]) == (
         "p",
         "r",
@@ -145,9 +141,7 @@ def test_wrong_names_of_columns(load, columns):
 
 
 def test_a_label_may_be_named_alone(load):
-    rows, report = load(
-        '{"instruction": "a", "output": "c", "red": 1}', columns="bad=red"
-    )
+    rows, report = load('{"instruction": "a", "output": "c", "red": 1}', columns="bad=red")
     assert report["layout"] == "alpaca"
     assert rows["bad"][:] == [True]
 
@@ -262,9 +256,7 @@ def test_rows_that_are_refused_with_their_line(load, row):
     ],
 )
 @pytest.mark.parametrize("turns", ["last", "all"])
-def test_rows_that_hold_nothing_to_train_on_are_dropped_by_name(
-    load, row, reason, turns
-):
+def test_rows_that_hold_nothing_to_train_on_are_dropped_by_name(load, row, reason, turns):
     good = '{"messages": [ASK, ANSWER]}'
     rows, report = load(good, row, good, turns=turns)
     assert report["dropped"] == {reason: [1]}
@@ -321,7 +313,5 @@ def test_messages_are_kept_for_rows_that_are_more_than_one_turn(load):
 def test_a_row_read_back_from_its_messages_has_the_same_tokens(load, chat):
     talks = "[ASK, ANSWER]", "[SYSTEM, ASK, ANSWER, MORE]", "[ANSWER, ASK, ASK, ANSWER]"
     rows, _ = load(*[f'{{"messages": {talk}}}' for talk in talks], chat=chat)
-    again, _ = load(
-        *[{"messages": layouts.conversation(row)} for row in rows], chat=chat
-    )
+    again, _ = load(*[{"messages": layouts.conversation(row)} for row in rows], chat=chat)
     assert again.to_dict() == rows.to_dict()

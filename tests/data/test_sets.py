@@ -66,9 +66,7 @@ def test_a_tenth_is_held_out(levels, trusted, held_out):
 def test_held_out_rows_are_read_the_way_their_level_is(levels):
     renamed = []
     for row in make_rows(9, 2):
-        renamed.append(
-            {"question": row["prompt"], "response": "b", "prompt": "never read"}
-        )
+        renamed.append({"question": row["prompt"], "response": "b", "prompt": "never read"})
     loaded = levels(
         lower=make_rows(6, 1),
         upper=renamed[:5],
@@ -99,12 +97,8 @@ def test_held_out_questions_train_on_no_level(levels, capsys):
     assert sorted(loaded.reports["lower"]["dropped"]["held_out_prompt"]) == [0, 1, 7]
     assert sorted(loaded.reports["upper"]["dropped"]["held_out_prompt"]) == [2, 7]
     assert sets.left_out(loaded.reports["lower"]) == ", dropped {'held_out_prompt': 3}"
-    assert (
-        "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
-    )
-    with pytest.raises(
-        UserError, match=r"lower: every row has a prompt that is held out"
-    ):
+    assert "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"lower: every row has a prompt that is held out"):
         levels(lower=rows[:8], upper=rows[10:], upper_heldout=rows[:10])
 
 

@@ -173,14 +173,10 @@ def test_names_that_are_no_file(load, tmp_path):
 # --- parquet and saved data sets ------------------------------------------------------------------
 
 TEXT = pyarrow.array([b"b"] * 1500 + [b"\xff\xfe"]).view(pyarrow.string())
-LATE = pyarrow.array(
-    [0] * 1500 + [2**45], pyarrow.timestamp("s")
-)  # after the year 9999
+LATE = pyarrow.array([0] * 1500 + [2**45], pyarrow.timestamp("s"))  # after the year 9999
 
 
-@pytest.mark.parametrize(
-    ("response", "when"), [(TEXT, [0] * 1501), (["b"] * 1501, LATE)]
-)
+@pytest.mark.parametrize(("response", "when"), [(TEXT, [0] * 1501), (["b"] * 1501, LATE)])
 def test_a_value_that_python_cannot_hold(load, tmp_path, response, when):
     table = pyarrow.table({"prompt": ["a"] * 1501, "response": response, "when": when})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
@@ -189,9 +185,7 @@ def test_a_value_that_python_cannot_hold(load, tmp_path, response, when):
 
 
 def test_two_columns_of_one_name(load, tmp_path):
-    table = pyarrow.table(
-        [["a"], ["b"], ["c"]], names=["prompt", "response", "response"]
-    )
+    table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "response", "response"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(UserError, match=r"x.parquet behind the start: two columns"):
         load("x.parquet")
@@ -307,9 +301,7 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)  # put back after the test
     start = time.time()
-    with pytest.raises(
-        UserError, match=r"nobody/nothing:main: .*hub cannot be reached"
-    ):
+    with pytest.raises(UserError, match=r"nobody/nothing:main: .*hub cannot be reached"):
         tokens.load_rows("nobody/nothing:main", make_tokenizer(), cache_dir=tmp_path)
     assert time.time() - start < 5
     assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1

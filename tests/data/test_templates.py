@@ -44,9 +44,7 @@ def load(tmp_path):
                 row = dict(zip(("prompt", "response"), row, strict=True))
             source.append(row)
         path = write_rows(tmp_path / "source.jsonl", source)
-        return tokens.load_rows(
-            path, tokenizer, cache_dir=tmp_path / "cache", **options
-        )[0]
+        return tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "cache", **options)[0]
 
     return call
 
@@ -57,9 +55,7 @@ def plain(tokenizer, text):
 
 def trained(row):
     return [
-        token
-        for token, loss in zip(row["input_ids"], row["trained"], strict=True)
-        if loss
+        token for token, loss in zip(row["input_ids"], row["trained"], strict=True) if loss
     ]
 
 
@@ -210,9 +206,7 @@ def test_a_chat_template_that_hides_the_border_is_refused(load):
     ],
 )
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(
-        UserError, match=r"no row is left .*the template says: \w+"
-    ):
+    with pytest.raises(UserError, match=r"no row is left .*the template says: \w+"):
         load(make_tokenizer(broken + CHATML), ("a", "b"))
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
@@ -235,9 +229,7 @@ def test_special_tokens_in_user_text_stay_text(load, chat, text):
     tokenizer = make_tokenizer(chat)
     rows = load(tokenizer, (text, text), ("plain", "text"))
     special = tokens.special_tokens(tokenizer)
-    controls = [
-        [token for token in row["input_ids"] if token in special] for row in rows
-    ]
+    controls = [[token for token in row["input_ids"] if token in special] for row in rows]
     assert controls[0] == controls[1], "the same control tokens as a harmless row"
     end = "<|im_end|>" if chat else "<eos>"
     assert tokenizer.decode(trained(rows[0])).strip() == rows[0]["response"] + end

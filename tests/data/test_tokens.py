@@ -86,9 +86,7 @@ def test_a_prompt_of_max_length_tokens_is_dropped(load):
     with pytest.raises(UserError, match=r"'long_prompt': 1"):
         load(max_length=count)
     talk = "\n\nHuman: red\n\nAssistant: b\n\nHuman: c?\n\nAssistant: d"
-    _, report = load(
-        [{"chosen": talk, "rejected": ""}], turns="all", max_length=count + 1
-    )
+    _, report = load([{"chosen": talk, "rejected": ""}], turns="all", max_length=count + 1)
     assert report["rows_kept"] == 1, "of a conversation, the first question alone"
 
 
@@ -121,9 +119,7 @@ def test_labels_pass_through(load):
         None,
         "",
     )  # as spreadsheets write them
-    source = [
-        {"prompt": "a", "response": "b", "bad": bad, "kind": "cut"} for bad in labels
-    ]
+    source = [{"prompt": "a", "response": "b", "bad": bad, "kind": "cut"} for bad in labels]
     rows, report = load([*source, {"prompt": "a", "response": "c"}])
     assert list(rows["bad"]) == [True] * 4 + [False] * 6
     assert list(rows["kind"]) == ["cut"] * 9 + [""]
@@ -156,14 +152,10 @@ def test_a_limit_takes_every_row_as_often(tmp_path):
         make_tokenizer(), tokens.SimpleNamespace(limit=5, seed=0), "rows"
     )
     for reader.settings.seed in range(2000):
-        drawn = [
-            row_id for row_id, *_ in reader.sample((str(n), {}) for n in range(20))
-        ]
+        drawn = [row_id for row_id, *_ in reader.sample((str(n), {}) for n in range(20))]
         assert drawn == sorted(set(drawn))
         counts.update(drawn)
-    assert all(
-        abs(counts[n] - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in range(20)
-    )
+    assert all(abs(counts[n] - 500) < 5 * (2000 * 0.25 * 0.75) ** 0.5 for n in range(20))
 
 
 def test_a_tokenizer_without_eos_is_refused(load):
@@ -233,9 +225,7 @@ def test_a_file_that_is_edited_in_place_gives_the_new_rows(load, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [True, False])
-def test_a_source_that_is_written_while_it_is_read(
-    load, tmp_path, monkeypatch, changes
-):
+def test_a_source_that_is_written_while_it_is_read(load, tmp_path, monkeypatch, changes):
     """Other rows are refused. Two runs that start together may write the same ones."""
     decode = sources._decode
 

@@ -40,7 +40,10 @@ def test_eq_seeds_by_hand(tmp_path, capfd):
     runs.append(fabricate(tmp_path / "mix", method="mix", losses=(1, 0.4)))
     front.main(["compare", *map(str, runs), "--json", str(tmp_path / "new" / "c.json")])
     first, second = json.loads((tmp_path / "new" / "c.json").read_text())
-    assert [(row["name"], row["n"]) for row in (first, second)] == [("bds", 3), ("mix", 1)]
+    assert [(row["name"], row["n"]) for row in (first, second)] == [
+        ("bds", 3),
+        ("mix", 1),
+    ]
     std = math.sqrt((0.04 + 0.01 + 0.09) / 2)
     half = 4.3027 * std / math.sqrt(3)
     assert first["upper_heldout"] == pytest.approx(
@@ -102,7 +105,10 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
         ({"upper_heldout": "x"}, {"seed": 1}),  # a file is not drawn
         ({"lower": "x"}, {"seed": 1}),
         ({"upper_heldout": "x"}, {"keep": "k"}),
-        ({"upper_heldout": "x"}, {"seed": 1, "upper_heldout": None, "upper": "another"}),
+        (
+            {"upper_heldout": "x"},
+            {"seed": 1, "upper_heldout": None, "upper": "another"},
+        ),
         ({"lower": "x"}, {"keep": "k", "lower": "another"}),
         ({"lower": "x"}, {"keep": "k", "model": "another"}),
     ],
@@ -136,7 +142,10 @@ def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
 
 def test_which_auroc_is_compared(tmp_path):
     """An online run's masked rows were judged by their answers; a run on kept rows has its own."""
-    online, kept = fabricate(tmp_path / "online"), fabricate(tmp_path / "kept", keep="k")
+    online, kept = (
+        fabricate(tmp_path / "online"),
+        fabricate(tmp_path / "kept", keep="k"),
+    )
     change_json(online / "result.json", **{"weight_unmasked/auroc": 0.6})
     first, second = compared(online, kept)
     assert first["weight/auroc"]["mean"] == 0.6

@@ -105,7 +105,12 @@ def test_unchanged_answers_have_the_tokens_of_the_original_rows(
 
 
 EXCHANGE = [user("p"), assistant("r")]
-TALK = [{"role": "system", "content": "s"}, user("2*3?"), assistant("6"), user("minus 1?")]
+TALK = [
+    {"role": "system", "content": "s"},
+    user("2*3?"),
+    assistant("6"),
+    user("minus 1?"),
+]
 BY_HAND = {
     "alpaca": [
         {"instruction": "p", "input": "", "output": "r"},

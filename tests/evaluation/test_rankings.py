@@ -26,7 +26,11 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
         assert row["row_id"] == entry["row_id"]
         assert row["hash"] == entry["hash"]
         assert row["kept"] == (entry["rank"] <= 10)
-    for fraction, words in ((0, "(0, 1]"), (1.5, "(0, 1]"), (0.001, "none would be kept")):
+    for fraction, words in (
+        (0, "(0, 1]"),
+        (1.5, "(0, 1]"),
+        (0.001, "none would be kept"),
+    ):
         assert words in refused(lambda f=fraction: keep(run, f))
     assert "No such file" in refused(lambda: keep(tmp_path, 0.5))
 

@@ -174,7 +174,10 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     text, words = make_page(tmp_path, run, row_tests=file)
     assert "10 of 20 rows look bad." in words
     kept = {row["row_id"] for row in read_rows(run / "weights.jsonl") if row["kept"]}
-    for reason, rows in (("cut short", range(7)), ("of another question", range(7, 10))):
+    for reason, rows in (
+        ("cut short", range(7)),
+        ("of another question", range(7, 10)),
+    ):
         count = len(kept & set(rows))
         assert f"<tr><td>{reason}</td><td>{len(rows)}</td><td>{count}</td></tr>" in text
     section = words.split("Rows that look bad")[1].split("Curves")[0]

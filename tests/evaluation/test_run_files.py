@@ -78,7 +78,8 @@ def test_damaged_files_are_one_line(run_folder, refused, name, damage):
 def test_a_cut_ranking_goes_through_no_command(run_folder, refused, name, change):
     rows = read_rows(run_folder / name)
     write_rows(
-        run_folder / name, rows[:5] if change == "cut" else [*rows, {**rows[0], "rank": 9}]
+        run_folder / name,
+        rows[:5] if change == "cut" else [*rows, {**rows[0], "rank": 9}],
     )
     for command in FILES[name]:
         line = refused(lambda c=command: call(c, run_folder))

@@ -9,6 +9,8 @@ def parse_command(line):
     python, *words = shlex.split(line.replace("TOKENS", "1000"))
     assert python == "python"
     if words[0] == "-m":
-        return words[1], importlib.import_module(f"{words[1]}.__main__").parse_args(words[2:])
+        return words[1], importlib.import_module(f"{words[1]}.__main__").parse_args(
+            words[2:]
+        )
     name = words[0].removesuffix(".py")
     return name, importlib.import_module(name).parse_args(words[1:])

@@ -9,7 +9,17 @@ from paper import answers
 from paper.__main__ import main
 from toy import corpus
 
-SMALL = ["--scale", "small", "--name", "my runs", "--list", "--seeds", "1", "--only", "BDS"]
+SMALL = [
+    "--scale",
+    "small",
+    "--name",
+    "my runs",
+    "--list",
+    "--seeds",
+    "1",
+    "--only",
+    "BDS",
+]
 
 
 def commands(capsys, *words):
@@ -28,7 +38,12 @@ def test_the_commands_parse(here, capsys):
     (shown,) = commands(capsys, "examples", "--prompts", "my prompts.json")
     assert evaluation.parse_args(shown).prompts == "my prompts.json"
     base, ours, judge = commands(
-        capsys, "winrate", "--prompts", "p.json", "--judge", "--url u --judge 'my judge'"
+        capsys,
+        "winrate",
+        "--prompts",
+        "p.json",
+        "--judge",
+        "--url u --judge 'my judge'",
     )
     assert "--base" in base and "--base" not in ours
     assert evaluation.parse_args(ours).prompts == "p.json"
@@ -45,11 +60,16 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
         outputs = []
         for row, good in zip(rows, right, strict=True):
             outputs.append(
-                {"instruction": row["prompt"], "output": row["answer"] if good else "no"}
+                {
+                    "instruction": row["prompt"],
+                    "output": row["answer"] if good else "no",
+                }
             )
         winrate.write_list(folder / f"answers-{name}.json", outputs)
-    monkeypatch.setattr(answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]})
-    monkeypatch.setattr(answers, "run", lambda *_: None)
+    monkeypatch.setattr(
+        answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]}
+    )
+    monkeypatch.setattr(answers, "run_each", lambda *_: None)
     main(["winrate", "--seeds", "1"])
     cells = json.loads((here / "results/toy_winrate.json").read_text())["rows"]["BDS"]
     assert {key: cell["mean"] for key, cell in cells.items()} == {

@@ -12,9 +12,8 @@ from paper import experiments
 from paper.__main__ import main
 from toy import corpus
 
-DATA = (
-    "--model m --lower 'my rows.jsonl' --lower-limit=20 --lower-columns prompt=a --upper up.jsonl"
-)
+DATA = "--model m --lower 'my rows.jsonl' --lower-limit=20 --lower-columns prompt=a "
+DATA += "--upper up.jsonl"
 
 
 def listed(capsys, *words):
@@ -29,15 +28,30 @@ def listed(capsys, *words):
 
 def test_selectors_are_runs_and_rankings_that_only_names(here, capsys):
     lines = listed(capsys, "selectors", "--only", "BDS corrected; CoLoR; RDS+; joined")
-    assert [line[0] for line in lines] == ["-m", "train_offline.py", "train_offline.py", "-m", "-m"]
-    assert [line[1:3] for line in lines[3:]] == [["row_tests", "--joined"], ["baselines", "rds"]]
+    assert [line[0] for line in lines] == [
+        "-m",
+        "train_offline.py",
+        "train_offline.py",
+        "-m",
+        "-m",
+    ]
+    assert [line[1:3] for line in lines[3:]] == [
+        ["row_tests", "--joined"],
+        ["baselines", "rds"],
+    ]
 
 
 def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):
     """CoLoR: the bad row is the one whose loss falls least, whatever it was."""
     losses = [(3.0, 2.0, "clean"), (1.0, 0.9, "cut"), (1.5, 1.2, "clean")]
     rows = [
-        {"base_loss": base, "final_loss": final, "bad": kind == "cut", "kind": kind, "score": -base}
+        {
+            "base_loss": base,
+            "final_loss": final,
+            "bad": kind == "cut",
+            "kind": kind,
+            "score": -base,
+        }
         for base, final, kind in losses
     ]
     write_rows("weights.jsonl", rows)
@@ -70,7 +84,9 @@ def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):
 
 def test_the_curated_sets_commands(here, capsys):
     """The rewrites are a file of their own: none of the raw rows' flags is left."""
-    lines = listed(capsys, "curated", "--scale", "small", "--name", "my runs", "--data", DATA)
+    lines = listed(
+        capsys, "curated", "--scale", "small", "--name", "my runs", "--data", DATA
+    )
     made = [line for line in lines if line[0] == "eval.py"]
     assert [line[1] for line in made] == ["keep", "keep", "keep", "export"]
     fresh = [line for line in lines if "sft" in line]
@@ -80,9 +96,17 @@ def test_the_curated_sets_commands(here, capsys):
     ]
     assert [args.keep for args in raw] == [line[-1] for line in made[:3]]
     for args in raw:
-        assert (args.lower, args.lower_limit, args.token_budget) == ("my rows.jsonl", 20, 100)
+        assert (args.lower, args.lower_limit, args.token_budget) == (
+            "my rows.jsonl",
+            20,
+            100,
+        )
     assert rewritten.lower == made[3][-1] and rewritten.upper == "up.jsonl"
-    assert (rewritten.lower_limit, rewritten.lower_columns, rewritten.keep) == (None, None, None)
+    assert (rewritten.lower_limit, rewritten.lower_columns, rewritten.keep) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_truth_about_rewritten_answers_is_the_toys(here):
@@ -147,4 +171,7 @@ def test_selectors_and_the_curated_set_on_the_toy(here):
     main(["curated", *common])
     stored = json.loads((here / "results/toy_curated.json").read_text())["rows"]
     assert stored["raw set"]["bad_share"]["mean"] == pytest.approx(0.4)
-    assert stored["top k by BDS"]["bad_share"]["mean"] < stored["random k"]["bad_share"]["mean"]
+    assert (
+        stored["top k by BDS"]["bad_share"]["mean"]
+        < stored["random k"]["bad_share"]["mean"]
+    )

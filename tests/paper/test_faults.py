@@ -13,7 +13,10 @@ ROW = {
     "prompt": "Why is the sky blue?",
     "response": "Because air scatters blue light more. It was shown in 1871 by Rayleigh.",
 }
-DONOR = {"prompt": "Who was it?", "response": "It was found by Newton in London in 1704."}
+DONOR = {
+    "prompt": "Who was it?",
+    "response": "It was found by Newton in London in 1704.",
+}
 
 
 def spoilt(kind, seed):
@@ -37,7 +40,10 @@ def test_faults_are_what_they_say(seed):
 
 
 def test_a_share_of_the_rows_is_spoilt_in_all_ways():
-    rows = [{**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(100, 1)]
+    rows = [
+        {**row, "response": row["response"] + " is a b c d e f"}
+        for row in make_rows(100, 1)
+    ]
     labelled = faults.spoil(rows, 0.3, seed=0)
     bad = [row for row in labelled if row["bad"]]
     assert (len(labelled), len(bad)) == (89, 27)
@@ -52,11 +58,23 @@ def test_a_share_of_the_rows_is_spoilt_in_all_ways():
 
 
 def test_the_spoilt_rows_take_the_place_of_the_good_ones(here, folders):
-    rows = [{**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(40, 1)]
+    rows = [
+        {**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(40, 1)
+    ]
     write_rows("good.jsonl", rows)
     write_rows("trusted.jsonl", make_rows(20, 2))
     data = f"--model {folders['llama']} --lower good.jsonl --lower-limit 30 --upper trusted.jsonl"
-    words = ["selectors", "--scale", "small", "--name", "own", "--faults", "0.2", "--data", data]
+    words = [
+        "selectors",
+        "--scale",
+        "small",
+        "--name",
+        "own",
+        "--faults",
+        "0.2",
+        "--data",
+        data,
+    ]
     args = parse_args(words)
     file = "runs/own/rows/faults-0.2.jsonl"
     kept = f"--model {folders['llama']} --upper trusted.jsonl --lower {file}"

@@ -63,13 +63,24 @@ def test_the_row_tests_read_the_two_sets_alone(here, capsys):
     common = ["--lower", f"{rows}/lower.jsonl", "--upper", f"{rows}/upper.jsonl"]
     common += ["--model", model, "--max-length", "128", "--seed", "0", "--out"]
     assert tests == ["row_tests", *common, "runs/toy/tests/seed-0.kept.jsonl"]
-    assert joined == ["row_tests", "--joined", *common, "runs/toy/joined/seed-0.kept.jsonl"]
+    assert joined == [
+        "row_tests",
+        "--joined",
+        *common,
+        "runs/toy/joined/seed-0.kept.jsonl",
+    ]
     if importlib.util.find_spec("row_tests") is not None:
         assert parse_command(lines[1])[1].lower == f"{rows}/lower.jsonl"
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):
-    words = ["table1", "--only", "online R=10% G=5", "--online", "--num-answers 3 --k-gen 7"]
+    words = [
+        "table1",
+        "--only",
+        "online R=10% G=5",
+        "--online",
+        "--num-answers 3 --k-gen 7",
+    ]
     line = listed(capsys, *words)[-1]
     args = train_online.parse_args(shlex.split(line)[2:])
     assert (args.num_answers, args.k_gen, args.ratio_masked) == (5, 7, 0.1)
@@ -100,8 +111,17 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
 
 
 def test_names_and_files_with_spaces_stay_one_word(here, capsys):
-    data = "--model m --lower 'my  rows.jsonl' --lower-columns 'prompt=a question,response=b'"
-    words = ["--name", "my runs", "--scale", "small", "--data", data + " --upper up.jsonl"]
+    data = (
+        "--model m --lower 'my  rows.jsonl' --lower-columns 'prompt=a question,response=b'"
+    )
+    words = [
+        "--name",
+        "my runs",
+        "--scale",
+        "small",
+        "--data",
+        data + " --upper up.jsonl",
+    ]
     lines = listed(capsys, "table1", "--only", "LESS; BDS", *words)
     assert len(lines) == 4
     for line in lines:

@@ -29,20 +29,35 @@ def copies(tmp_path):
     pairs = root / "Dahoas/rm-hh-rlhf/data"
     for folder in (alpaca, orca, slim, red, pairs):
         folder.mkdir(parents=True)
-    rows = [{"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(5)]
+    rows = [
+        {"instruction": f"do {n}", "input": "", "output": f"done {n}"} for n in range(5)
+    ]
     (alpaca / "alpaca_data_cleaned.json").write_text(json.dumps(rows))
-    rows = [{"system_prompt": "be", "question": f"q {n}", "response": f"r {n}"} for n in range(20)]
+    rows = [
+        {"system_prompt": "be", "question": f"q {n}", "response": f"r {n}"}
+        for n in range(20)
+    ]
     write_parquet(orca / "1M-GPT4-Augmented.parquet", rows)
     rows = []
     for number in range(60):
-        turns = [("system", "you are"), ("human", f"slim {number}"), ("gpt", f"orca {number}")]
-        rows.append({"conversations": [{"from": name, "value": text} for name, text in turns]})
+        turns = [
+            ("system", "you are"),
+            ("human", f"slim {number}"),
+            ("gpt", f"orca {number}"),
+        ]
+        rows.append(
+            {"conversations": [{"from": name, "value": text} for name, text in turns]}
+        )
     write_rows(slim / recipes.SLIMORCA[1], rows)
-    text = "\n\nHuman: red {n}?\n\nAssistant: bad {n}.\nMore.\n\nHuman: and?\n\nAssistant: no"
+    text = (
+        "\n\nHuman: red {n}?\n\nAssistant: bad {n}.\nMore.\n\nHuman: and?\n\nAssistant: no"
+    )
     with gzip.open(root / recipes.RED_TEAM[0] / recipes.RED_TEAM[1], "wt") as file:
         json.dump([{"transcript": text.format(n=n)} for n in range(30)], file)
     for split in ("train", "test"):
-        rows = [{"prompt": f"{split} {n}", "chosen": "yes", "rejected": "no"} for n in range(4)]
+        rows = [
+            {"prompt": f"{split} {n}", "chosen": "yes", "rejected": "no"} for n in range(4)
+        ]
         write_parquet(pairs / f"{split}-00000-of-00001-ab.parquet", rows)
     return root
 
@@ -54,10 +69,19 @@ def built(copies, tmp_path):
 
 
 def test_recipes_build_from_local_copies(built):
-    assert built("alpaca-cleaned")[4] == {"instruction": "do 4", "input": "", "output": "done 4"}
+    assert built("alpaca-cleaned")[4] == {
+        "instruction": "do 4",
+        "input": "",
+        "output": "done 4",
+    }
     assert built("openorca")[19] == {"prompt": "q 19", "response": "r 19"}
     assert built("slimorca")[59] == {"prompt": "slim 59", "response": "orca 59"}
-    red = {"prompt": "red 0?", "response": "bad 0.\nMore.", "bad": True, "kind": "red-team"}
+    red = {
+        "prompt": "red 0?",
+        "response": "bad 0.\nMore.",
+        "bad": True,
+        "kind": "red-team",
+    }
     assert built("red-team")[0] == red
     pairs = built("rm-hh-rlhf")
     assert len(pairs) == 4
@@ -76,7 +100,9 @@ def test_redorca_and_blueorca_share_no_row(built, monkeypatch):
     assert slim != {f"slim {n}" for n in range(20)}  # a sample, not the first rows
 
 
-def test_the_command_writes_what_the_presets_read(copies, here, monkeypatch, capfd, refused):
+def test_the_command_writes_what_the_presets_read(
+    copies, here, monkeypatch, capfd, refused
+):
     recipes.main([f"redorca:{copies}", f"blueorca:{copies}"])
     assert "redorca: 56 rows built from Anthropic/hh-rlhf" in capfd.readouterr().out
     preset = options.PRESETS["llama3-8b-safety"]
@@ -84,7 +110,9 @@ def test_the_command_writes_what_the_presets_read(copies, here, monkeypatch, cap
     asked = []
     monkeypatch.setattr(recipes, "build", asked.append)
     missing = f"{recipes.FOLDER}/rm-hh-rlhf.jsonl"
-    recipes.build_missing([preset["lower"], "other/x.jsonl", missing, f"{recipes.FOLDER}/my.jsonl"])
+    recipes.build_missing(
+        [preset["lower"], "other/x.jsonl", missing, f"{recipes.FOLDER}/my.jsonl"]
+    )
     assert asked == ["rm-hh-rlhf"]
     assert "orca: no such recipe; there are" in refused(lambda: recipes.main(["orca"]))
 
@@ -106,6 +134,8 @@ def test_of_bad_sources_nothing_is_written(copies, tmp_path):
     with pytest.raises(UserError, match=r"alpaca_data_cleaned\.json: no such file"):
         recipes.build("alpaca-cleaned", tmp_path, out)
     write_rows(copies / "Open-Orca/SlimOrca" / recipes.SLIMORCA[1], [{"conversation": []}])
-    with pytest.raises(UserError, match=r"row 0: not a row of this data set.*conversations"):
+    with pytest.raises(
+        UserError, match=r"row 0: not a row of this data set.*conversations"
+    ):
         recipes.build("slimorca", copies, out)
     assert not listing(out)

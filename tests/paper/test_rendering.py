@@ -17,7 +17,12 @@ MADE_BY = "`results/t.json`: 2026-01-02, commit abc, here."
 
 def write(folder, name, results, **entries):
     keys = sorted({key for runs in results.values() for run in runs for key in run})
-    made = {"command": "python x.py", "date": "2026-01-02", "commit": "abc", "hardware": "here"}
+    made = {
+        "command": "python x.py",
+        "date": "2026-01-02",
+        "commit": "abc",
+        "hardware": "here",
+    }
     columns = {key: f"loss {key}" for key in keys}
     rows = cells_of(results, keys)
     text = table_text({**made, "columns": columns, "claims": [], "rows": rows, **entries})
@@ -36,14 +41,21 @@ def stored(here):
         ["y below x", "0 of 2", "+1.0 ± 0.0", "the reverse"],
     ]
     write(here, "t", results, claims=claims)
-    write(here, "u", {"y": [{"a": 7.0}], "z": [{"a": 8.0}]}, source="Table 1 of the paper.")
+    write(
+        here,
+        "u",
+        {"y": [{"a": 7.0}], "z": [{"a": 8.0}]},
+        source="Table 1 of the paper.",
+    )
     return here
 
 
 def rendered(words):
     """The lines between the markers."""
     name = words.split()[0]
-    text = rendering.filled(f"<!-- begin {words} -->\nold\n<!-- end {name} -->\n", "README.md")
+    text = rendering.filled(
+        f"<!-- begin {words} -->\nold\n<!-- end {name} -->\n", "README.md"
+    )
     first, *lines, last = text.splitlines()
     assert (first, last) == (f"<!-- begin {words} -->", f"<!-- end {name} -->")
     return lines
@@ -83,10 +95,16 @@ def test_files_stand_side_by_side(stored):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("<!-- begin t e -->\n<!-- end t -->\n", "docs/x.md: <!-- begin t e -->: t has no column"),
+        (
+            "<!-- begin t e -->\n<!-- end t -->\n",
+            "docs/x.md: <!-- begin t e -->: t has no column",
+        ),
         ("<!-- begin gone a -->\n<!-- end gone -->\n", "results/gone.json: missing"),
         ("<!-- begin t a -->\nold\n", "docs/x.md: a marker"),
-        ("<!-- begin t a -->\n<!-- begin t b -->\n<!-- end t -->\n", "docs/x.md: a marker"),
+        (
+            "<!-- begin t a -->\n<!-- begin t b -->\n<!-- end t -->\n",
+            "docs/x.md: a marker",
+        ),
     ],
 )
 def test_what_cannot_be_rendered_is_named(text, what, stored, refused):
@@ -107,7 +125,9 @@ def test_every_page_is_rendered_and_twice_is_once(stored):
     for path, text in first.items():
         assert (stored / path).read_text() == text
         assert "| x | 2.000 ± 1.414 |" in text and "| x | 1.000 ± 0.000 |" in text
-        assert text.startswith("text\n") and "\nbetween\n" in text and text.endswith("after\n")
+        assert (
+            text.startswith("text\n") and "\nbetween\n" in text and text.endswith("after\n")
+        )
         assert "old" not in text
 
 

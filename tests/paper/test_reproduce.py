@@ -19,7 +19,11 @@ def tiny(here, folders, pairs=False):
     rows = make_rows(16, 2)
     if pairs:
         rows = [
-            {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"no {number}"}
+            {
+                "prompt": row["prompt"],
+                "chosen": row["response"],
+                "rejected": f"no {number}",
+            }
             for number, row in enumerate(rows)
         ]
     write_rows(here / "upper.jsonl", rows[:12])
@@ -35,7 +39,15 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
 
     Mixing is not asked for: it is run for the budget alone.
     """
-    words = ["table1", "--scale", "small", "--data", tiny(here, folders), "--seeds", "1"]
+    words = [
+        "table1",
+        "--scale",
+        "small",
+        "--data",
+        tiny(here, folders),
+        "--seeds",
+        "1",
+    ]
     words += ["--only", "random; BDS", "--train"]
     main([*words, TINY])
     text = capfd.readouterr().out
@@ -52,7 +64,9 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
     assert "one seed  not resolved" in text
 
     mixing = json.loads((here / "runs/small/mixing-rho-1/seed-0/result.json").read_text())
-    read = [row["tokens"] for row in read_rows(here / "runs/small/random/seed-0/metrics.jsonl")]
+    read = [
+        row["tokens"] for row in read_rows(here / "runs/small/random/seed-0/metrics.jsonl")
+    ]
     assert sum(read[:-1]) < mixing["lower_tokens"] <= sum(read)
 
     made = (here / "runs/small/bds/seed-0/result.json").stat().st_mtime_ns
@@ -65,11 +79,21 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
 @pytest.mark.parametrize("target", ["table3", "table3-dpo"])
 def test_one_row_of_each_safety_table(target, here, folders, capsys):
     dpo = target == "table3-dpo"
-    words = [target, "--scale", "small", "--data", tiny(here, folders, pairs=dpo), "--seeds", "1"]
+    words = [
+        target,
+        "--scale",
+        "small",
+        "--data",
+        tiny(here, folders, pairs=dpo),
+        "--seeds",
+        "1",
+    ]
     words += ["--train", TINY + (" --upper-loss dpo" if dpo else "")]
     words += ["--online", "--first-refresh 1 --k-gen 2 --max-new-tokens 4"]
     main([*words, "--only", "online dynamic"])
-    stored = json.loads((here / f"results/small_{target.replace('-', '_')}.json").read_text())
+    stored = json.loads(
+        (here / f"results/small_{target.replace('-', '_')}.json").read_text()
+    )
     cells = stored["rows"]["online dynamic"]
     folder = here / "runs/small" / target / "online-dynamic/seed-0"
     saved = json.loads((folder / "result.json").read_text())
@@ -113,7 +137,10 @@ def test_the_demo_tests_the_rows_before_it_trains(here, capsys):
     ranking = lines[scripts.index("row_tests")][-1]
     keeps = [line for line in lines if "--keep" in line]
     assert [line[line.index("--keep") + 1] for line in keeps] == [ranking]
-    assert scripts[-1] == "eval.py" and lines[-1][lines[-1].index("--row-tests") + 1] == ranking
+    assert (
+        scripts[-1] == "eval.py"
+        and lines[-1][lines[-1].index("--row-tests") + 1] == ranking
+    )
 
 
 def test_eq_right_answers_of_the_toy(tmp_path):
@@ -129,7 +156,9 @@ def test_eq_right_answers_of_the_toy(tmp_path):
         (contrary, "1 1 1 1", "undecided"),
         (right, None, "original"),
     ):
-        rows.append({"prompt": prompt, "response": old, "refined": new, "recommended": choice})
+        rows.append(
+            {"prompt": prompt, "response": old, "refined": new, "recommended": choice}
+        )
 
     def shares(rows):
         write_rows(tmp_path / "curated.jsonl", rows)

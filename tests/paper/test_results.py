@@ -16,7 +16,11 @@ def test_a_table_is_printed_and_stored_with_its_claims(here, capsys):
     }
     results.show(args, runs, {"upper_heldout": "held-out loss", "upper_exact": "exact"})
     printed = capsys.readouterr().out
-    assert "1.250 ± 0.354" in printed and "BDS beats LESS" in printed and "exact" not in printed
+    assert (
+        "1.250 ± 0.354" in printed
+        and "BDS beats LESS" in printed
+        and "exact" not in printed
+    )
     entries = json.loads((here / "results/mine_table1.json").read_text())
     assert entries["columns"] == {"upper_heldout": "held-out loss"}
     assert entries["rows"]["LESS"]["upper_heldout"]["seeds"] == [2.0, 2.5]
@@ -36,7 +40,9 @@ def test_results_are_stored_without_git(tmp_path, monkeypatch):
 
 
 def test_flags_are_dropped_with_their_values():
-    words = shlex.split("--model m --lower 'a b' --lower-limit=2 --lower-heldout h --keep --lower")
+    words = shlex.split(
+        "--model m --lower 'a b' --lower-limit=2 --lower-heldout h --keep --lower"
+    )
     assert results.without_flags(words, "--lower", "--lower-limit") == shlex.split(
         "--model m --lower-heldout h --keep"
     )

@@ -50,7 +50,10 @@ def test_modules_run_like_scripts_and_once(module):
     running.run_all(runs, 2)
     for file, command in runs.items():
         assert file.read_text() == f"{file.stem} twice"
-        assert file.with_suffix(".log").read_text() == f"$ {command}\nheard {file.stem} twice\n"
+        assert (
+            file.with_suffix(".log").read_text()
+            == f"$ {command}\nheard {file.stem} twice\n"
+        )
         file.write_text("kept")
     running.run_all(runs, 2)
     assert [file.read_text() for file in runs] == ["kept", "kept"]

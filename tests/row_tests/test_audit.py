@@ -144,6 +144,7 @@ def test_bad_input(words, refused, tmp_path, monkeypatch):
     assert "a verdict y, n or s" in refused(lambda: main([*words, "--out", odd]))
     assert "would overwrite" in refused(lambda: main([*words, "--out", words[1]]))
     clean = write_rows(
-        tmp_path / "clean.jsonl", [{"row_id": 0, "hash": "h", "rank": 1, "reason": None}]
+        tmp_path / "clean.jsonl",
+        [{"row_id": 0, "hash": "h", "rank": 1, "reason": None}],
     )
     assert "all or none are flagged" in refused(lambda: main(["audit", clean, *words[2:]]))

@@ -44,7 +44,7 @@ def reader():
     llama = make_llama().double()
     llama.config._attn_implementation = logprobs.ATTENTION
     model = llama.eval().requires_grad_(False)
-    return forwards.Reader(model, ENDS, text_of)
+    return forwards.TurnReader(model, ENDS, text_of)
 
 
 def logps_of(reader, ids):
@@ -74,7 +74,7 @@ def test_eq_the_numbers_of_rows_by_brute_force(reader, turns, tokens, monkeypatc
     """Of the last turn, however the rows are packed."""
     monkeypatch.setattr("batches.TOKENS_AT_ONCE", tokens)
     rows = rows_of(turns=turns)
-    numbers = forwards.read_rows(reader, rows, BLANK)
+    numbers = forwards.read_numbers(reader, rows, BLANK)
     for place, row in enumerate(rows):
         for name, value in by_brute_force(reader, row).items():
             expected = pytest.approx(value, abs=1e-9, nan_ok=True)
@@ -86,7 +86,7 @@ def test_eq_the_numbers_of_rows_by_brute_force(reader, turns, tokens, monkeypatc
 def test_made_faults_are_what_they_say(reader, monkeypatch):
     """Cut at random in the middle half, and with the answer of the row drawn before."""
     rows = Dataset.from_list([row for row in rows_of(count=24) if sum(row["trained"]) > 6])
-    numbers = forwards.read_rows(reader, rows, BLANK)
+    numbers = forwards.read_numbers(reader, rows, BLANK)
     faults = forwards.make_faults(reader, rows, numbers, seed=5)
     draw = torch.Generator().manual_seed(5)
     order = torch.randperm(len(rows), generator=draw).tolist()
@@ -120,7 +120,7 @@ def test_made_faults_are_what_they_say(reader, monkeypatch):
 def test_a_fault_that_no_row_can_have_is_not_made(reader):
     """Cut by a length limit, it is not known what an end would be; one row has no other answer."""
     cut = Dataset.from_list(rows_of(count=1))
-    numbers = forwards.read_rows(reader, cut, BLANK)
+    numbers = forwards.read_numbers(reader, cut, BLANK)
     assert forwards.make_faults(reader, cut, numbers) == {}
 
 

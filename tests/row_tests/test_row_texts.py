@@ -177,7 +177,12 @@ def test_what_no_question_asks_for_stays_a_fault():
 def test_numbers_in_words_are_the_same_numbers():
     rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
     assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]
-    for question in ("Flip a coin", "Roll a die", "Your name?", "Who is the best singer?"):
+    for question in (
+        "Flip a coin",
+        "Roll a die",
+        "Your name?",
+        "Who is the best singer?",
+    ):
         assert text_reasons([(question, "Bob"), (question, "Ann")]) == [None] * 2
 
 
@@ -371,21 +376,36 @@ def test_a_question_may_ask_for_a_link_or_for_markup():
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ("Write a function for the factorial.", "def f(n): ...\n\nExample:\nQ: 5\nA: 120"),
+        (
+            "Write a function for the factorial.",
+            "def f(n): ...\n\nExample:\nQ: 5\nA: 120",
+        ),
         ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
-        ("Write a short chat of a user and a bot.", "Here it is:\n\nUser: Hi?\nBot: Hello"),
+        (
+            "Write a short chat of a user and a bot.",
+            "Here it is:\n\nUser: Hi?\nBot: Hello",
+        ),
         ("Reverse an array in Java.", "int[] a;\nQ: 1 2\nA: 2 1"),
         (
             "How does a virtual assistant work?",
             "By ear.\nUser: Is it cold?\nAssistant: No.",
         ),
-        ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
+        (
+            "Tell me a joke.",
+            "Sure, here it is.\nQ: Why did it cross?\nA: To get there.",
+        ),
         (
             "Write a math word problem.",
             "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5",
         ),
-        ("Turn the passage into a question.", "Of course.\nQuestion: Who wrote Hamlet?"),
-        ("Explain translation with an example.", "It is so.\nUser: Hello\nBot: Bonjour"),
+        (
+            "Turn the passage into a question.",
+            "Of course.\nQuestion: Who wrote Hamlet?",
+        ),
+        (
+            "Explain translation with an example.",
+            "It is so.\nUser: Hello\nBot: Bonjour",
+        ),
         ("Show the ChatML format.", "Like this:\n<|im_start|>user\nHi<|im_end|>"),
     ],
 )
@@ -466,10 +486,19 @@ def test_a_row_that_its_text_shows_to_be_bad_is_no_party_to_another_reason():
         "What is the capital of France?",
         " ".join(f"word{n}" for n in range(30)),
     )
-    assert text_reasons([(question, "Paris"), (question, "N/A")]) == [None, "placeholder"]
-    assert text_reasons([(question, long + "<br>"), (question, long)]) == ["debris", None]
+    assert text_reasons([(question, "Paris"), (question, "N/A")]) == [
+        None,
+        "placeholder",
+    ]
+    assert text_reasons([(question, long + "<br>"), (question, long)]) == [
+        "debris",
+        None,
+    ]
     question = "Does gold rust?"
-    assert text_reasons([(question, "No"), (question, "No, it does not.")]) == [None, None]
+    assert text_reasons([(question, "No"), (question, "No, it does not.")]) == [
+        None,
+        None,
+    ]
     assert (
         text_reasons([(question, "Yes"), (question, "No, it does not.")])
         == ["conflict"] * 2

@@ -28,9 +28,7 @@ def raises(error):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "number", [errno.EACCES, errno.ENOTDIR, errno.ENOENT, errno.EIO]
-)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR, errno.ENOENT, errno.EIO])
 def test_a_file_that_fails_is_one_line(refused, number):
     line = refused(raises(OSError(number, os.strerror(number), "runs/a/weights.jsonl")))
     assert line == f"error: runs/a/weights.jsonl: {os.strerror(number)}"
@@ -65,9 +63,7 @@ def broken(tmp_path, read):
     ],
     ids=["json", "text", "arrow", "safetensors", "torch"],
 )
-def test_what_a_library_says_of_a_file_is_one_line(
-    refused, tmp_path, monkeypatch, read
-):
+def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatch, read):
     """With the file in front when the reader says it; --debug shows where it happened."""
     call = broken(tmp_path, read)
     assert len(refused(call)) > 20
@@ -173,9 +169,7 @@ command.run(main)
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
     "program", [WRITER, CLASS], ids=["a write", "the making of a class"]
 )

@@ -105,9 +105,7 @@ def test_a_run_goes_on_with_its_own_settings_alone(tmp_path, capfd):
     out = tmp_path / "run"
     folder.open_run(out, CONFIG, resume=True)
     assert "there is no run in" in capfd.readouterr().out
-    with pytest.raises(
-        UserError, match=r"already holds a run; continue it with --resume"
-    ):
+    with pytest.raises(UserError, match=r"already holds a run; continue it with --resume"):
         folder.open_run(out, CONFIG, resume=False)
     other = CONFIG | {"args": {"lr": 2}}
     with pytest.raises(UserError, match=r"cannot resume: args lr was 1 and is now 2"):
@@ -133,9 +131,7 @@ def model():
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, model):
     folder.seed_everything(3)
-    folder.save_checkpoint(
-        tmp_path, 7, model, {"theta": {"lr": 0.1, "m": torch.ones(2)}}
-    )
+    folder.save_checkpoint(tmp_path, 7, model, {"theta": {"lr": 0.1, "m": torch.ones(2)}})
     drawn = torch.rand(5)
     with torch.no_grad():
         model.lora_A.zero_()
@@ -361,7 +357,5 @@ def test_of_a_run_that_began_with_an_adapter_they_are_refused(
         "base.json: missing, and the adapter that the run began with has been trained"
         in line
     )
-    shutil.rmtree(
-        run.out / "checkpoints"
-    )  # before the first step nothing has been trained
+    shutil.rmtree(run.out / "checkpoints")  # before the first step nothing has been trained
     assert train(paths, **options, resume=True).result == run.result

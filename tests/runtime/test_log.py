@@ -34,7 +34,9 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path, file):
     assert file.read_text() == ""
 
 
-@pytest.mark.parametrize("content", [None, b"", b'{"step": 1}\n', b"\0" * 30, b"3\n", b"[3]\n"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b'{"step": 1}\n', b"\0" * 30, b"3\n", b"[3]\n"]
+)
 def test_missing_lines_are_refused(tmp_path, file, content):
     if content is None:
         file.unlink()

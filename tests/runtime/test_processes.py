@@ -66,9 +66,7 @@ def free_port():
 
 def start(folder, runs, kill=(), count=2, **environment):
     """torchrun on [(script, out, flags), ...] below `folder` -> exit code, stdout and stderr."""
-    jobs = [
-        [script, flags(**options, out=folder / out)] for script, out, options in runs
-    ]
+    jobs = [[script, flags(**options, out=folder / out)] for script, out, options in runs]
     (folder / "runs.json").write_text(json.dumps(jobs))
     (folder / "worker.py").write_text(WORKER)
     words, variables = python(
@@ -153,9 +151,7 @@ def pairs(options, folder):
 
 def assert_close(mine, theirs, where, tolerance):
     if isinstance(mine, dict):
-        mine = {
-            key: value for key, value in mine.items() if not key.startswith("time/")
-        }
+        mine = {key: value for key, value in mine.items() if not key.startswith("time/")}
         assert mine.keys() <= theirs.keys(), where
         for key in mine:
             assert_close(mine[key], theirs[key], f"{where} {key}", tolerance)
@@ -182,12 +178,8 @@ def assert_same_run(run, whole, tolerance=TOLERANCE):
     for name in ("weights.jsonl", "curated.jsonl", "metrics.jsonl"):
         assert (run / name).exists() == (whole / name).exists()
         if (whole / name).exists():
-            assert_close(
-                read_rows(run / name), read_rows(whole / name), name, tolerance
-            )
-    results = [
-        json.loads((folder / "result.json").read_text()) for folder in (run, whole)
-    ]
+            assert_close(read_rows(run / name), read_rows(whole / name), name, tolerance)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
     assert_close(*results, "result.json", tolerance)
 
 
@@ -264,9 +256,7 @@ def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_pa
     process without any), dropped answers, mixing and SFT."""
     dpo = pairs(options, tmp_path)
     neox = options | {"model": folders["neox"], "adapter": adapters["neox"]}
-    sft = {
-        name: value for name, value in options.items() if not name.startswith("upper")
-    }
+    sft = {name: value for name, value in options.items() if not name.startswith("upper")}
     sharded = {"fsdp": True}
     cases = {
         "uneven": ("train_offline", options | sharded | {"batch": 3, "micro_batch": 1}),
@@ -285,9 +275,7 @@ def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_pa
     assert done.code == 0, done.err[-3000:]
     assert not done.errors
     for name, case in cases.items():
-        assert_same_run(
-            tmp_path / f"two-{name}", alone(*case, tmp_path / f"one-{name}")
-        )
+        assert_same_run(tmp_path / f"two-{name}", alone(*case, tmp_path / f"one-{name}"))
 
 
 # --- killed, and continued by another number ------------------------------------------------------

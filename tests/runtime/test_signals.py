@@ -92,18 +92,14 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
     for attempt in range(4):
         instant = rng.uniform(0.05, 2)
         number, code = CODES[attempt % 2]
-        forks.start(
-            "train_offline", [*command_of(tmp_path, folders, "run"), "--resume"]
-        )
+        forks.start("train_offline", [*command_of(tmp_path, folders, "run"), "--resume"])
         ended = forks.killed_after(instant, number)
         log = forks.log.read_text()
         assert ended in (0, code), (instant, log)
         assert len(forks.errors()) == ("RESULT" not in log), log
         assert "Traceback" not in log, log
         left = [
-            name
-            for name in listing(tmp_path)
-            if "partial" in name or "incomplete/" in name
+            name for name in listing(tmp_path) if "partial" in name or "incomplete/" in name
         ]
         assert not left, instant
 

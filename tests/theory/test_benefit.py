@@ -15,34 +15,20 @@ RHOS = torch.tensor([0.01, 0.1, 0.5, 0.9], dtype=F64)
 def test_deltas_and_threshold_of_the_two_policies():
     val, losses = policies.benefit_class()
     delta_val, delta_sft, rho_c = benefit.deltas(val, losses.mean(1))
-    assert delta_val == pytest.approx(
-        -math.log(0.05 * 0.2 * 0.3) / 4, abs=1e-12
-    )
-    assert delta_sft == pytest.approx(
-        math.log(0.9 * 0.8 / 0.5 / 0.3) / 2, abs=1e-12
-    )
-    assert rho_c == pytest.approx(
-        delta_sft / (delta_val + delta_sft), abs=1e-12
-    )
+    assert delta_val == pytest.approx(-math.log(0.05 * 0.2 * 0.3) / 4, abs=1e-12)
+    assert delta_sft == pytest.approx(math.log(0.9 * 0.8 / 0.5 / 0.3) / 2, abs=1e-12)
+    assert rho_c == pytest.approx(delta_sft / (delta_val + delta_sft), abs=1e-12)
 
 
 def test_threshold_is_tight_for_two_policies_and_only_sufficient_for_three(
     monkeypatch,
 ):
-    monkeypatch.setattr(
-        benefit, "RADII", ()
-    )  # the Transformers have tests of their own
+    monkeypatch.setattr(benefit, "RADII", ())  # the Transformers have tests of their own
     numbers, _ = benefit.measure()
     two, three = numbers["classes"]
-    assert (
-        two["rho_c"] == three["rho_c"] == pytest.approx(0.35067, abs=1e-5)
-    )
-    assert two["mixing leaves S_val at"] == pytest.approx(
-        two["rho_c"], abs=1e-10
-    )
-    assert three["mixing leaves S_val at"] == pytest.approx(
-        0.096268, abs=1e-6
-    )
+    assert two["rho_c"] == three["rho_c"] == pytest.approx(0.35067, abs=1e-5)
+    assert two["mixing leaves S_val at"] == pytest.approx(two["rho_c"], abs=1e-10)
+    assert three["mixing leaves S_val at"] == pytest.approx(0.096268, abs=1e-6)
     for row in (two, three):
         assert row["BDS"] == pytest.approx(0.164252, abs=1e-6)
         assert row["then has"] == pytest.approx(0.948560, abs=1e-6)
@@ -68,10 +54,7 @@ def test_theorem_1_on_finite_classes_with_and_without_separability():
 
 @pytest.fixture(scope="module")
 def bounded():
-    return [
-        benefit.bounded_benefit(radius, RHOS, grid=4)
-        for radius in benefit.RADII
-    ]
+    return [benefit.bounded_benefit(radius, RHOS, grid=4) for radius in benefit.RADII]
 
 
 def test_bounded_transformer(bounded):
@@ -79,9 +62,7 @@ def test_bounded_transformer(bounded):
         assert row["residual"] < 1e-5
         assert (mixing > row["v*"]).all()  # also far below rho_c
         assert (mixing.diff() > 0).all()
-        assert (
-            row["BDS"] > row["v*"]
-        )  # Assumption 1 fails, and with it theta* in S_val
+        assert row["BDS"] > row["v*"]  # Assumption 1 fails, and with it theta* in S_val
         assert row["its weight on U"] == 1
         both = row["Delta_sft"] + row["Delta_val"]
         assert row["rho_c"] == pytest.approx(row["Delta_sft"] / both)
@@ -93,9 +74,7 @@ def test_bounded_transformer(bounded):
         "Delta_sft": [0.47012, 0.89115, 1.5105, 2.9035, 6.3084],
     }
     for name, values in reported.items():
-        assert [row[name] for row in rows] == pytest.approx(
-            values, rel=1e-3
-        )
+        assert [row[name] for row in rows] == pytest.approx(values, rel=1e-3)
     assert rows[0]["BDS"] - rows[0]["v*"] == pytest.approx(0.0874, abs=2e-4)
     assert rows[-1]["BDS"] - rows[-1]["v*"] < 1e-5
     assert [row["mixing no worse up to"] for row in rows] == [
@@ -135,6 +114,4 @@ def test_reported_bounded_transformers():
     numbers, _ = benefit.measure()
     crossings = [row["mixing no worse up to"] for row in numbers["bounded"]]
     assert crossings == pytest.approx([0.5, 0.38, 0.1, 0, 0])
-    assert numbers["bounded"][0]["mixing, rho 0.5"] == pytest.approx(
-        1.3410, abs=1e-4
-    )
+    assert numbers["bounded"][0]["mixing, rho 0.5"] == pytest.approx(1.3410, abs=1e-4)

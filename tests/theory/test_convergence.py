@@ -27,9 +27,7 @@ UNIT = convergence.Instance(N=1, V=2, gamma=0.0, B_X=1.0, B_q=1.0)
 
 
 def penalty_at(omega, theta):
-    return model.penalty_gradient(
-        torch.softmax(omega, 0), theta, PROBLEM, GAMMA
-    )
+    return model.penalty_gradient(torch.softmax(omega, 0), theta, PROBLEM, GAMMA)
 
 
 def test_smoothness_constant_by_hand():
@@ -60,9 +58,7 @@ def test_drift_bounds_by_hand():
 def test_drift_of_W_kq_needs_the_term_the_lemma_drops():
     """One short step from a W_ov that is not small: the move is linear in S, the stated bound is
     quadratic."""
-    theta = Theta(
-        random(5, 6, seed=1, scale=3.0), random(6, 6, seed=2, scale=0.1)
-    )
+    theta = Theta(random(5, 6, seed=1, scale=3.0), random(6, 6, seed=2, scale=0.1))
     penalty = penalty_at(OMEGA, theta)
     S = number(1e-6 * penalty.loss)
     moved = 1e-6 * convergence.spectral_norm(penalty.gradient.W_kq)
@@ -79,9 +75,7 @@ def test_certifiable_share_is_the_integral():
     mu = convergence.pl_constant(sigma_min, R + ROOT2 * 0.8 * S, instance)
     smallest = instance.scale * math.log(V) * math.exp(-ROOT2 * 0.8 * R)
     share = float(torch.trapezoid(mu, S)) / smallest
-    assert share == pytest.approx(
-        convergence.certifiable_share(V, M), rel=1e-6
-    )
+    assert share == pytest.approx(convergence.certifiable_share(V, M), rel=1e-6)
 
 
 def test_both_sets_of_the_convergence_instance_are_separable():
@@ -104,18 +98,14 @@ def test_stand_ins_of_the_theorem_by_hand():
     seen = convergence.hypotheses(trace, 0.5, instance)
     exponential = math.exp(ROOT2 * 0.7 * 1.5)
     sigma = 0.2 / math.sqrt(1.5)
-    assert seen["left"] == pytest.approx(
-        8 * 6 * 2.0 * exponential / sigma**2
-    )
+    assert seen["left"] == pytest.approx(8 * 6 * 2.0 * exponential / sigma**2)
     assert seen["left/right"] == pytest.approx(seen["left"] / seen["right"])
     assert seen["least on the path"] < seen["left/right"]
     mu = 1.5 * sigma**2 / (8 * 6) / exponential
     L = convergence.smoothness_constant(1.5, instance)
     assert seen["bound on steps"] == pytest.approx(L / mu * math.log(6.0))
     A = math.log1p(5 * math.exp(-2 * 0.49 * seen["S_H"]) / exponential)
-    assert seen["epsilon_0"] == pytest.approx(
-        max(2 * A, (A / 2) ** (2 / 3))
-    )
+    assert seen["epsilon_0"] == pytest.approx(max(2 * A, (A / 2) ** (2 / 3)))
 
 
 def test_certified_radius_uses_half_of_sigma():
@@ -130,14 +120,10 @@ def test_certified_radius_uses_half_of_sigma():
 def test_initial_condition_by_hand_and_by_search(B_X, sigma_min):
     instance = replace(UNIT, B_X=B_X, V=7)
     R = number(0.4)
-    left, right = convergence.initial_condition(
-        1.2, number(sigma_min), R, instance
-    )
+    left, right = convergence.initial_condition(1.2, number(sigma_min), R, instance)
     expected = 8 * 7 * 1.2 * math.exp(ROOT2 * B_X * 0.4) / sigma_min**2
     assert float(left) == pytest.approx(expected)
-    end = float(
-        convergence.certified_radius(number(sigma_min), R, instance)
-    )
+    end = float(convergence.certified_radius(number(sigma_min), R, instance))
     S = torch.linspace(0, end, 200001, dtype=F64)
     searched = (S * torch.exp(-2 * B_X**2 * S)).max()
     assert float(right) == pytest.approx(float(searched), rel=1e-8)
@@ -147,9 +133,7 @@ def test_condition_on_the_start_cannot_hold():
     """Each link of the derivation on random points, then the product of the three."""
     V = M = 6
     for seed in range(40):
-        rows = torch.randint(
-            0, V, (3, 4), generator=torch.Generator().manual_seed(seed)
-        )
+        rows = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(seed))
         embedding = random(V, V, seed=seed, scale=0.1 + 0.2 * (seed % 5))
         problem = model.BilevelProblem(
             model.make_tokens(rows.tolist(), 2, embedding), 2, 1, 2, V
@@ -164,9 +148,7 @@ def test_condition_on_the_start_cannot_hold():
         H = convergence.feature_matrix(penalty.c, penalty.state.h)
         sigma_min = torch.linalg.svdvals(H)[-1].clamp(min=1e-12)
         R = convergence.spectral_norm(theta.W_ov)
-        sides = convergence.initial_condition(
-            penalty.loss, sigma_min, R, instance
-        )
+        sides = convergence.initial_condition(penalty.loss, sigma_min, R, instance)
         left, right = map(float, sides)
         B_X = instance.B_X
         assert sigma_min**2 / instance.scale <= B_X**2 / M * (1 + 1e-9)
@@ -174,9 +156,7 @@ def test_condition_on_the_start_cannot_hold():
         assert penalty.loss / instance.scale * exponential >= math.log(V)
         assert right <= 1 / (2 * math.e * B_X**2) * (1 + 1e-12)
         assert left / right >= convergence.condition_floor(V, M)
-    assert convergence.condition_floor(2, 2) == pytest.approx(
-        120.6, abs=0.05
-    )
+    assert convergence.condition_floor(2, 2) == pytest.approx(120.6, abs=0.05)
 
 
 # Values of the tables of two runs, as measured when this was written.
@@ -242,9 +222,7 @@ def test_convergence_run(epsilon):
     assert (trace.loss.diff() <= 0).all()
     assert observed["L_gamma"] <= epsilon < float(trace.loss[-2])
     weighted = epsilon**-0.5 * observed["L_lower"]
-    assert observed["L_gamma"] == pytest.approx(
-        observed["L_val"] + weighted
-    )
+    assert observed["L_gamma"] == pytest.approx(observed["L_val"] + weighted)
     for name, value in run["inequalities"].items():
         *_, relation, limit = name.split()
         assert value >= float(limit) if relation == ">=" else 0 < value <= 1
@@ -263,6 +241,4 @@ def test_hitting_times_of_every_epsilon():
     assert steps == [148, 1639, 9388, 14862, 24684]
     least = min(run["hypotheses"]["least on the path"] for run in runs)
     assert least == pytest.approx(1.54e6, rel=0.01)
-    assert runs[-1]["observed"]["max sigma"] == pytest.approx(
-        0.996, abs=0.001
-    )
+    assert runs[-1]["observed"]["max sigma"] == pytest.approx(0.996, abs=0.001)

@@ -17,9 +17,7 @@ def test_every_solution_of_bds_has_its_weight_on_the_useful_set():
             continue  # Assumption 2 fails
         solves = policies.bds_solutions(val, losses).any(1)
         for support in policies.supports(3)[solves]:
-            on_useful = float(
-                policies.support_weights(support)[useful].sum()
-            )
+            on_useful = float(policies.support_weights(support)[useful].sum())
             assert on_useful == pytest.approx(1, abs=1e-15)
             seen += 1
     assert seen > 30
@@ -46,9 +44,7 @@ def test_useful_rows_of_the_transformer_are_those_some_validation_optimum_fits()
         W = target[rows].T @ torch.linalg.pinv(h[rows].T)
         fits = token_losses(h[rows] @ W.T, y[rows]).max() < 1e-9
         assert bool(fits) == bool(useful[i])
-    c = torch.cat([torch.zeros(problem.N_val), torch.ones(problem.N)]).to(
-        F64
-    )
+    c = torch.cat([torch.zeros(problem.N_val), torch.ones(problem.N)]).to(F64)
     W, _ = benefit.bounded_minimisers(problem, c[None] / problem.N, 60.0)
     lower = token_losses(h @ W[0].T, y)[problem.N_val :]
     assert float(lower.max()) < 1e-3
@@ -58,9 +54,7 @@ def test_useful_rows_of_the_transformer_are_those_some_validation_optimum_fits()
 def test_decay_exponent_of_a_power_law(exponent):
     k = torch.arange(401, dtype=F64)
     weight = 1 - 0.3 * k**exponent
-    assert coverage.decay_exponent(weight) == pytest.approx(
-        exponent, abs=1e-9
-    )
+    assert coverage.decay_exponent(weight) == pytest.approx(exponent, abs=1e-9)
 
 
 def test_coverage_over_training():
@@ -72,18 +66,12 @@ def test_coverage_over_training():
     assert numbers["slope"] == pytest.approx(-1.1275, abs=0.002)
     _, bds = figure.curves["BDS"]
     _, mixing = figure.curves["direct mixing"]
-    assert (
-        mixing - 3 / 7
-    ).abs().max() < 1e-12  # uniform weights throughout
+    assert (mixing - 3 / 7).abs().max() < 1e-12  # uniform weights throughout
     assert (bds.diff() < 0).all()
-    assert (
-        float(bds[-1]) > 0
-    )  # the useful rows never have all weight at finite omega
+    assert float(bds[-1]) > 0  # the useful rows never have all weight at finite omega
     start, _, hundred, _, last = numbers["training"]
     assert start["BDS: 1 - sum_U sigma"] == pytest.approx(3 / 7)
-    assert hundred["BDS: 1 - sum_U sigma"] == pytest.approx(
-        1 - 0.99914, abs=2e-5
-    )
+    assert hundred["BDS: 1 - sum_U sigma"] == pytest.approx(1 - 0.99914, abs=2e-5)
     assert hundred["BDS: L_val"] == pytest.approx(0.021451, abs=1e-5)
     assert last["BDS: 1 - sum_U sigma"] == pytest.approx(8.3e-6, abs=2e-7)
     assert last["BDS: L_val"] == pytest.approx(0.0005298, abs=1e-6)

@@ -15,18 +15,14 @@ def test_bmo_and_bds_have_the_same_solutions_when_separable():
             _, val, losses = policies.separable_class()
         pareto = equivalence.weakly_pareto(losses)
         assert torch.equal(pareto, (losses == 0).any(1))
-        assert torch.equal(
-            pareto, policies.lower_level_minimisers(losses).any(0)
-        )
+        assert torch.equal(pareto, policies.lower_level_minimisers(losses).any(0))
         bds = policies.bds_solutions(val, losses).any(0)
         assert torch.equal(policies.solve(val, pareto), bds)
         assert float(val[bds].max()) == float(val[pareto].min())
 
 
 def test_weakly_pareto_is_weak():
-    losses = torch.tensor(
-        [[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [0.5, 3.0]], dtype=F64
-    )
+    losses = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [0.5, 3.0]], dtype=F64)
     assert equivalence.weakly_pareto(losses).tolist() == [
         True,
         True,
@@ -42,9 +38,7 @@ def test_scalarised_set_of_two_objectives_against_a_fine_grid():
         weighted = t * losses[:, 0] + (1 - t) * losses[:, 1]
         reached = weighted <= weighted.amin(1, keepdim=True) + 1e-12
         assert torch.equal(equivalence.scalarised(losses), reached.any(0))
-    corner = torch.tensor(
-        [[0.0, 1.0], [1.0, 0.0], [0.7, 0.7], [0.0, 2.0]], dtype=F64
-    )
+    corner = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.7, 0.7], [0.0, 2.0]], dtype=F64)
     assert equivalence.scalarised(corner).tolist() == [
         True,
         True,

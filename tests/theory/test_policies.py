@@ -17,12 +17,8 @@ def test_zero_weight_times_infinite_loss_is_zero():
 
 
 def test_support_weights_are_a_softmax_with_minus_infinity():
-    weights = policies.support_weights(
-        torch.tensor([True, False, True, True])
-    )
-    assert weights.tolist() == pytest.approx(
-        [1 / 3, 0, 1 / 3, 1 / 3], abs=1e-15
-    )
+    weights = policies.support_weights(torch.tensor([True, False, True, True]))
+    assert weights.tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=1e-15)
     assert float(weights[1]) == 0
     assert len(policies.supports(3)) == 7
 
@@ -30,9 +26,7 @@ def test_support_weights_are_a_softmax_with_minus_infinity():
 def test_only_the_support_of_lambda_matters_when_separable():
     _, losses = random_class(3, separable=True)
     minimisers = policies.lower_level_minimisers(losses)
-    for support, expected in zip(
-        policies.supports(3), minimisers, strict=True
-    ):
+    for support, expected in zip(policies.supports(3), minimisers, strict=True):
         weights = torch.tensor([0.1, 0.2, 0.7], dtype=F64) * support
         assert torch.equal(
             policies.argmin_set(policies.weighted(losses, weights)),

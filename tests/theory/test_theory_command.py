@@ -8,9 +8,7 @@ from theory import __main__ as command
 
 
 @pytest.mark.parametrize("part", ["weights", "equivalence"])
-def test_a_part_prints_its_table_and_saves_its_figure(
-    part, tmp_path, capsys
-):
+def test_a_part_prints_its_table_and_saves_its_figure(part, tmp_path, capsys):
     command.main([part, "--out", str(tmp_path / "new" / "folder")])
     printed = capsys.readouterr().out.splitlines()
     result = json.loads(printed[-1].removeprefix("RESULT "))
@@ -32,8 +30,6 @@ def test_out_that_is_a_file(tmp_path, refused):
 @pytest.mark.slow
 def test_all_parts(tmp_path, capsys):
     command.main(["--out", str(tmp_path)])
-    result = json.loads(
-        capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT ")
-    )
+    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
     assert list(result) == list(command.PARTS)
     assert {path.stem for path in tmp_path.iterdir()} == set(command.PARTS)

@@ -55,9 +55,7 @@ def test_forward_is_the_equation_written_out():
 
 
 def test_prefixes_hide_the_answer_and_end_in_the_query():
-    tokens = model.make_tokens(
-        [[4, 1, 3, 2, 5]], 3, torch.eye(6, dtype=F64)
-    )
+    tokens = model.make_tokens([[4, 1, 3, 2, 5]], 3, torch.eye(6, dtype=F64))
     assert tokens.y.tolist() == [3, 2, 5]
     assert tokens.valid.sum(1).tolist() == [2, 3, 4]
     assert tokens.X[:, :, -1].argmax(1).tolist() == [
@@ -85,9 +83,7 @@ def test_softmax_jacobian_and_its_three_lipschitz_bounds():
     Jq = model.softmax_jacobian(q)
     assert (torch.linalg.matrix_norm(Jp, 2) <= 0.5).all()
     assert (torch.linalg.matrix_norm(Jp - Jq, 2) <= 1.5 * gap).all()
-    assert (
-        (p.sqrt() - q.sqrt()).norm(dim=1) <= math.sqrt(2) / 4 * gap
-    ).all()
+    assert ((p.sqrt() - q.sqrt()).norm(dim=1) <= math.sqrt(2) / 4 * gap).all()
 
 
 def test_sample_gradient_lemma():
@@ -103,22 +99,16 @@ def test_penalty_gradient_formulas_against_autograd():
     objective = penalty_objective(omega, leaves)
     exact = torch.autograd.grad(objective, (omega, *leaves))
     penalty = model.penalty_gradient(SIGMA, THETA, PROBLEM, GAMMA)
-    assert penalty.loss == pytest.approx(
-        float(objective.detach()), abs=1e-12
-    )
+    assert penalty.loss == pytest.approx(float(objective.detach()), abs=1e-12)
     for ours, theirs in zip(penalty.gradient, exact, strict=True):
         close(ours, theirs)
 
 
 def test_lemma_without_its_1_over_N_is_another_objective():
     """The first line of the lemma has gamma sum_i sigma_i L_i; its gradients belong to gamma/N."""
-    _, lower = model.level_losses(
-        model.forward(THETA, PROBLEM.tokens).losses, PROBLEM
-    )
+    _, lower = model.level_losses(model.forward(THETA, PROBLEM.tokens).losses, PROBLEM)
     stated = GAMMA * model.softmax_jacobian(SIGMA) @ lower
-    ours = model.penalty_gradient(
-        SIGMA, THETA, PROBLEM, GAMMA
-    ).gradient.omega
+    ours = model.penalty_gradient(SIGMA, THETA, PROBLEM, GAMMA).gradient.omega
     close(stated, 3 * ours)
     assert float((stated - ours).norm()) > 0.1
 
@@ -126,21 +116,15 @@ def test_lemma_without_its_1_over_N_is_another_objective():
 @pytest.mark.parametrize("sequential", [False, True])
 def test_one_pbgd_step_is_the_algorithm(sequential):
     """theta - eta grad; omega - alpha (gamma/N) J l_seq at theta^k (appendix) or theta^{k+1}."""
-    path = model.pbgd(
-        PROBLEM, GAMMA, THETA, model.Rates(0.3, 0.9, sequential)
-    )
+    path = model.pbgd(PROBLEM, GAMMA, THETA, model.Rates(0.3, 0.9, sequential))
     first, second, third = islice(path, 3)
     uniform = torch.full((3,), 1 / 3, dtype=F64)
     close(first.sigma, uniform)
-    gradient = model.penalty_gradient(
-        uniform, THETA, PROBLEM, GAMMA
-    ).gradient
+    gradient = model.penalty_gradient(uniform, THETA, PROBLEM, GAMMA).gradient
     close(second.theta.W_ov, THETA.W_ov - 0.3 * gradient.W_ov)
     close(second.theta.W_kq, THETA.W_kq - 0.3 * gradient.W_kq)
     at = second.theta if sequential else THETA
-    in_omega = model.penalty_gradient(
-        uniform, at, PROBLEM, GAMMA
-    ).gradient.omega
+    in_omega = model.penalty_gradient(uniform, at, PROBLEM, GAMMA).gradient.omega
     close(second.omega, -0.9 * in_omega, 1e-13)
     assert third.k == 2
     assert third.penalty.loss == pytest.approx(

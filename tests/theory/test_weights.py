@@ -73,9 +73,7 @@ def test_sft_loss_is_convex_in_the_logits():
     close(hessian, torch.block_diag(*blocks), 1e-12)
     eigenvalues = torch.linalg.eigvalsh(hessian)
     assert float(eigenvalues[0]) > -1e-12
-    assert (
-        int((eigenvalues.abs() < 1e-12).sum()) == 4
-    )  # one flat direction per token
+    assert int((eigenvalues.abs() < 1e-12).sum()) == 4  # one flat direction per token
     z = logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model.token_losses(z, y).sum(), z)
     close(model.residuals(logits, y), gradient, 1e-12)

@@ -50,7 +50,5 @@ def random_class(seed, separable, rows=3):
     if separable:
         losses[0] = 0
     else:
-        losses = (
-            losses + 0.1 + torch.rand(rows, dtype=F64, generator=generator)
-        )
+        losses = losses + 0.1 + torch.rand(rows, dtype=F64, generator=generator)
     return torch.rand(12, dtype=F64, generator=generator) * 3, losses

@@ -23,9 +23,7 @@ def sets():
 def base():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(
-        corpus.MODEL, dtype=torch.float32
-    )
+    model = AutoModelForCausalLM.from_pretrained(corpus.MODEL, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(corpus.MODEL)
 
 
@@ -65,10 +63,7 @@ def test_the_rows_are_these_bytes(tmp_path, capsys, words, expected):
         "heldout",
         "lower_heldout",
     ]
-    assert (
-        content_hash(*(Path(file).read_text() for file in files))
-        == expected
-    )
+    assert content_hash(*(Path(file).read_text() for file in files)) == expected
 
 
 def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
@@ -80,14 +75,10 @@ def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
     assert "my only copy" in mine.read_text()
 
 
-@pytest.mark.parametrize(
-    ("flag", "share"), [("--noise", "1.5"), ("--contrary", "nan")]
-)
+@pytest.mark.parametrize(("flag", "share"), [("--noise", "1.5"), ("--contrary", "nan")])
 def test_write_refuses_a_share_that_is_none(tmp_path, refused, flag, share):
     line = refused(
-        lambda: command.main(
-            ["write", "--out", str(tmp_path / "rows"), flag, share]
-        )
+        lambda: command.main(["write", "--out", str(tmp_path / "rows"), flag, share])
     )
     assert f"{flag} {share}: must lie in [0, 1]" in line
     assert not (tmp_path / "rows").exists()
@@ -102,13 +93,9 @@ def test_every_row_is_what_it_claims(sets):
             assert row["answer"] == right
             assert len(right) == len(contrary) == len(row["response"])
             assert row["bad"] == (row["response"] != right)
-            assert row["kind"] == corpus.kind_of(
-                row["prompt"], row["response"]
-            )
+            assert row["kind"] == corpus.kind_of(row["prompt"], row["response"])
             assert name == "lower" or not row["bad"]
-    counts = collections.Counter(
-        (row["kind"], row["family"]) for row in sets["lower"]
-    )
+    counts = collections.Counter((row["kind"], row["family"]) for row in sets["lower"])
     assert len(counts) == 3 * 8  # each family has its share of every kind
     for (kind, _), count in counts.items():
         assert count == (180 if kind == "clean" else 60)
@@ -165,9 +152,7 @@ def test_base_model_tells_plain_faults_and_only_those(base):
     assert torch.equal(ids[:, 1:][trained], labels[:, 1:][trained])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1].transpose(1, 2)
-    losses = torch.nn.functional.cross_entropy(
-        logits, labels[:, 1:], reduction="none"
-    )
+    losses = torch.nn.functional.cross_entropy(logits, labels[:, 1:], reduction="none")
     losses = losses.sum(1) / trained.sum(1)
     bad = torch.tensor([row["bad"] for row in rows])
     for kind, low, high in (("plain", 0.97, 1), ("contrary", 0.43, 0.57)):
@@ -184,9 +169,7 @@ def test_base_rows_have_both_conventions_in_equal_parts():
     assert total / 4000 == pytest.approx(16 / 19, abs=0.02)
     assert kinds["plain"] / total == pytest.approx(0.1, abs=0.02)
     assert kinds["clean"] / total == pytest.approx(0.45, abs=0.03)
-    rest = {
-        row["kind"] for row in rows if row["family"] in corpus.UNRELATED
-    }
+    rest = {row["kind"] for row in rows if row["family"] in corpus.UNRELATED}
     assert rest == {"plain", "clean"}
 
 
@@ -200,10 +183,5 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path, refused):
         assert first.read_bytes() == second.read_bytes()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.dtype == torch.bfloat16
-    assert (
-        len(AutoTokenizer.from_pretrained(tmp_path / "a"))
-        == model.config.vocab_size
-    )
-    refused(
-        lambda: command.main(["train", "--out", str(tmp_path / "a")])
-    )  # not replaced
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == model.config.vocab_size
+    refused(lambda: command.main(["train", "--out", str(tmp_path / "a")]))  # not replaced
