@@ -11,6 +11,7 @@ from conftest import ROOT, read_rows
 import train_offline
 import train_online
 from paper.reproduce import right_answers
+from row_tests import __main__ as row_tests_command
 from toy import __main__ as toy_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
@@ -57,8 +58,11 @@ def sections():
 def main_of(words, change):
     """(main, its arguments) of a command's words; of the changed script when there is a change."""
     if words[0] == "-m":
-        assert words[1] == "toy"
-        return toy_command.main, words[2:]
+        rooms = {"toy": toy_command, "row_tests": row_tests_command}
+        arguments = [
+            word.replace("toy/model", str(ROOT / "toy/model")) for word in words[2:]
+        ]
+        return rooms[words[1]].main, arguments
     module = {"train_offline.py": train_offline, "train_online.py": train_online}[words[0]]
     if change:
         source = (ROOT / words[0]).read_text()
@@ -73,13 +77,8 @@ def measured(key, out):
     if key == "bad rows among the kept":
         kept = [row["bad"] for row in read_rows(out / "weights.jsonl") if row["kept"]]
         return sum(kept) / len(kept)
-    if key == "contrary among the guided":
-        kinds = [
-            row["kind"]
-            for row in read_rows(out / "weights.jsonl")
-            if row["reason"] == "guidance"
-        ]
-        return kinds.count("contrary") / len(kinds)
+    if out.suffix == ".jsonl":
+        return measured_of_tests(key, read_rows(out))
     name, which = re.fullmatch(r"`([^`]+)`(?:, (first|last))?", key).groups()
     if name.startswith("refined/"):
         return right_answers(out)[name]
@@ -93,18 +92,26 @@ def measured(key, out):
     return logged[-1] if logged else result_of(out)[name]
 
 
+def measured_of_tests(key, rows):
+    """The value behind a key of the row tests' table, of their ranking."""
+    flagged = [row for row in rows if row["reason"]]
+    if key == "flagged":
+        return len(flagged) / len(rows)
+    if key == "bad among the flagged":
+        return sum(row["bad"] for row in flagged) / len(flagged)
+    kind = key.split()[0]
+    all_of_kind = [row for row in rows if row["kind"] == kind]
+    return sum(row["reason"] is not None for row in all_of_kind) / len(all_of_kind)
+
+
 def result_of(out):
     return json.loads((out / "result.json").read_text())
 
 
 def tolerance(key):
-    return (
-        ANSWERS
-        if "refined/" in key or "answers_right" in key
-        else LOSS
-        if key.endswith("upper_heldout`")
-        else SHARE
-    )
+    if "refined/" in key:
+        return ANSWERS
+    return LOSS if key.endswith("upper_heldout`") else SHARE
 
 
 def in_glossary(key):
@@ -139,6 +146,8 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
                 int(arguments[arguments.index("--token-budget") + 1])
                 == 3 * raw["lower_tokens"]
             )
+        if out.suffix == ".jsonl":  # a ranking, and no run
+            continue
         if change:
             assert all(
                 step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl")
@@ -148,7 +157,7 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
         if (out / "curated.jsonl").exists():
             logged |= set(read_rows(out / "curated.jsonl")[0])
     assert not wrong
-    assert tables == 8
+    assert tables == 10
     assert not {key for key in logged if not in_glossary(key)}
     steps = read_rows(tmp_path / "runs/lesson/online/metrics.jsonl")
     assert {step["ratio_mean"] for step in steps if "answers" in step} == {1.0}
@@ -159,9 +168,9 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
 
 
 def test_every_section_of_the_lesson_is_read():
-    found = list(sections())
-    assert [bool(table) for *_, table in found] == [False] + 8 * [True]
-    assert sum(bool(change) for _, _, change, _ in found) == 1
-    for _, words, change, table in found:
+    read = list(sections())
+    assert [bool(table) for *_, table in read] == [False] + 10 * [True]
+    assert sum(bool(change) for _, _, change, _ in read) == 1
+    for _, words, change, table in read:
         main_of(words, change)
         assert all(re.fullmatch(r"\d+(\.\d+)?", value) for _, value in table)
