@@ -1,4 +1,4 @@
-# make demo: the embedded toy, two to five minutes on two cores.   make test: the tests.
+# make demo: the embedded toy, 2-3 minutes on two cores.   make test: the tests, 5 minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
