@@ -239,9 +239,10 @@ def curated_set(run, places, buffer, ranked, sampling, template):
     metrics["refined/answers"] = len(choices)
     for choice in ("refined", "original", "undecided"):
         metrics[f"refined/{choice}"] = choices.count(choice)
+    rate = metrics["refined/false_replacement"]
+    measured = "not measured, for want of held-out rows" if rate is None else f"{rate:.3f}"
     print(
         f"{choices.count('refined')} of {len(choices)} rewritten answers are recommended; on "
-        "trusted held-out prompts the rule replaces a right answer at a rate of "
-        f"{metrics['refined/false_replacement']}"
+        f"trusted held-out prompts the rule replaces a right answer at a rate: {measured}"
     )
     return metrics

@@ -243,7 +243,9 @@ def report_unread(args, given):
     if getattr(args, "token_budget", None):
         unread.append("epochs")
     if getattr(args, "refine", None) == "drop":
-        unread += ["num_answers", "ratio"]
+        unread += ["num_answers", "ratio", "temperature"]
+    if getattr(args, "mask", "static") not in ("static", "dynamic"):
+        unread.append("ratio_masked")
     flags = [
         f"--{name.replace('_', '-')}" for name in unread if getattr(given, name) is not None
     ]
