@@ -158,8 +158,6 @@ def parts_of(sizes, folder):
     planned = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]
     for shape in shapes:
         planned.append(steps(steps_name(shape), shape, rounds, False))
-        name = f"{steps_name(shape)}, gradient checkpointing"
-        planned.append(steps(name, shape, rounds, True))
     for shape in shapes:
         measure = call(time_answers, shape)
         planned.append(Part(answers_name(shape), 240, measure, answers_table))
@@ -168,6 +166,9 @@ def parts_of(sizes, folder):
         planned.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
     name = f"{steps_name(shapes[0])}, 4-bit, gradient checkpointing"
     planned.append(steps(name, shapes[0], rounds, True, True))
+    for shape in shapes:
+        name = f"{steps_name(shape)}, gradient checkpointing"
+        planned.append(steps(name, shape, rounds, True))
     planned += [heads(size) for size in sizes.heads[1:]]
     planned += [heads(size, peers=True) for size in sizes.heads]
     return planned
