@@ -14,13 +14,12 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 
 from dataclasses import dataclass
 
-import detect
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import each_row, first_places
 from data.tokens import LABELS, response_text
-from generate import generate
+from generate import generate, is_copy, repetition
 from ranking import behind_blank, blank_prompt
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
@@ -81,11 +80,9 @@ def well_formed(prompt, tokens, complete):
     """Whether an answer is complete, not empty, no repetition and no copy of its prompt."""
     if not complete or len(tokens) <= 1:
         return False
-    is_copy = detect.is_copy(tokens[:-1], prompt)
-    repeats = (
-        len(tokens) > 11 and detect.repetition(tokens) > 0.5
-    )  # of more than eight 4-grams
-    return not is_copy and not repeats
+    # Of eight 4-grams or fewer a repetition says nothing.
+    repeats = len(tokens) > 11 and repetition(tokens) > 0.5
+    return not repeats and not is_copy(tokens[:-1], prompt)
 
 
 def recommend(margin, threshold, fine):

@@ -19,6 +19,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from batches import seeded
 from models import bare
+from utils import UserError
+
+COPIED = 0.8  # share of a copy's 3-grams that its prompt has
+NEWS = 0.1  # share of a copy's tokens that its prompt lacks
+ECHO_LENGTH = 8  # tokens of the shortest copy
 
 
 class _SeededSampler(LogitsProcessor):
@@ -181,3 +186,55 @@ def folded(model):
         for layer, weight, copy in copies:
             weight.data.copy_(copy)
             layer._disable_adapters = False
+
+
+@torch.no_grad()
+def check_folded(model, adapter):
+    """`UserError` when the model's logits change as `folded` adds the adapter to its weights.
+
+    One short row of made-up tokens; adapter: its folder, for the message.
+    """
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    tokens = torch.arange(3, 11, device=model.device)[None]
+    before = model(input_ids=tokens).logits.double()
+    with folded(model):
+        after = model(input_ids=tokens).logits.double()
+    error = (after - before).abs().max() / before.abs().max()
+    if not error <= tolerance:
+        raise UserError(
+            f"{adapter}: folded into the base it gives other logits (off by {error:.1e}), so "
+            "answers would come from another model; merge it and give the result as --model"
+        )
+
+
+# --- how an answer looks --------------------------------------------------------------------------
+
+
+def grams(tokens, size):
+    """The n-grams of a list of tokens, in order."""
+    starts = range(len(tokens) - size + 1)
+    return [tuple(tokens[start : start + size]) for start in starts]
+
+
+def repetition(answer, size=4):
+    """Share of the n-grams of an answer, a list, that occurred before in it, 0 to 1."""
+    sequence = grams(answer, size)
+    if not sequence:
+        return 0.0
+    return 1 - len(set(sequence)) / len(sequence)
+
+
+def is_copy(answer, prompt):
+    """Whether an answer is copied from its prompt and says nothing new; a short one may quote it.
+
+    Good rewriting, too, is likely behind its question alone, but has words of its own.
+    """
+    if len(answer) < ECHO_LENGTH:
+        return False
+    sequence = grams(answer, 3)
+    known, words = set(grams(prompt, 3)), set(prompt)
+    copies = sum(gram in known for gram in sequence)
+    news = sum(token not in words for token in answer)
+    if copies / len(sequence) < COPIED:
+        return False
+    return news / len(answer) <= NEWS

@@ -22,6 +22,27 @@ import torch
 BF16_FROM = (
     512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
 )
+# Settings of an adapter that any value of is plain LoRA: where it sits, and how large it is.
+PLAIN_SETTINGS = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
 
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
@@ -207,7 +228,7 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
     else:
         model = _load_adapter(model, adapter)
     config = model.peft_config["default"]
-    _check_adapter(model, config, adapter)
+    _check_adapter(config, adapter)
     config.lora_dropout = 0.0  # the twin's too
     _switch_off_dropout(model)
     speed_up_lora(model)
@@ -238,25 +259,27 @@ def _load_adapter(model, adapter):
     return model
 
 
-def _check_adapter(model, config, adapter):
-    """`UserError` for anything but plain LoRA: it would be in no checkpoint, or change the base."""
-    foreign = [
+def _check_adapter(config, adapter):
+    """`UserError` for anything but plain LoRA: PEFT would compute what the fast path does not.
+
+    An allow-list: of a setting that is not on it, PEFT's default alone is known to be plain.
+    """
+    default = type(config)().to_dict()
+    strange = [
         name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and "lora_" not in name
+        for name, value in config.to_dict().items()
+        if name not in PLAIN_SETTINGS and value != default[name]
     ]
-    plain = (
-        config.peft_type == "LORA"
-        and not config.use_dora
-        and config.bias == "none"
-        and config.lora_alpha > 0
-        and config.init_lora_weights in (True, False, "gaussian")
-    )
-    if foreign or not plain:
+    if config.peft_type != "LORA":
+        strange = [config.peft_type.value]
+    elif config.init_lora_weights not in (True, False, "gaussian"):  # they change the base
+        strange.append("init_lora_weights")
+    elif config.lora_alpha <= 0:
+        strange.append("lora_alpha")
+    if strange:
         raise UserError(
-            f"{adapter}: only plain LoRA adapters are trained further (no DoRA, PiSSA, OLoRA, "
-            "bias, trained tokens, modules_to_save, alpha 0); merge it and give the result as "
-            "--model"
+            f"{adapter}: only plain LoRA adapters are trained further, and this one has "
+            f"{', '.join(strange)}; merge it and give the result as --model"
         )
 
 

@@ -17,6 +17,7 @@ from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
+from generate import check_folded
 from runtime import folder, processes
 from selector import Selector
 from upper import dpo_margins, pair_logps, reference_margins, upper_losses
@@ -226,6 +227,7 @@ def make_learner(args, device):
     if args.adapter:
         fingerprints["adapter_weights"] = folder.fingerprint(trained)
         warn_of_other_base(args.adapter, fingerprints["base_weights"])
+        check_folded(model, args.adapter)
     theta = list(trained.values())
     optimizer = torch.optim.Adam(theta, lr=args.lr)
     theta_hat = optimizer_hat = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import make_adapter, make_neox
 
-from generate import _SeededSampler, folded, generate
+from generate import _SeededSampler, folded, generate, is_copy, repetition
 from models import adapter, add_lora, add_twin, bare, load_model
 
 CPU = torch.device("cpu")
@@ -338,3 +338,26 @@ def test_batches_halve_when_memory_is_short(model, monkeypatch):
     failing(model, monkeypatch, lambda size, config: short)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ask(model, prompts)
+
+
+# --- how an answer looks --------------------------------------------------------------------------
+
+
+def test_repetition_is_the_share_of_4_grams_that_come_again():
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([]) == 0
+    assert repetition([1, 2, 3, 4] * 3) == 1 - 4 / 9
+
+
+@pytest.mark.parametrize(
+    "answer, copy",
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], True),
+        ([1, 2, 3, 4, 5, 6, 7], False),  # a short answer may be a quotation
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 50], True),
+        ([1, 2, 3, 4, 5, 6, 7, 50, 51], False),  # words of its own
+        ([8, 1, 7, 2, 6, 3, 5, 4], False),  # no 3-gram of the question
+    ],
+)
+def test_a_copy_says_nothing_new(answer, copy):
+    assert is_copy(answer, list(range(1, 30))) == copy
