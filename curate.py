@@ -44,12 +44,20 @@ class Refined:
     refined_logp: float
 
 
-def end_tokens(rows, tokenizer):
-    """Tokens that end an answer: EOS, and the last token of a complete row (a chat's turn end)."""
+def end_tokens(rows, tokenizer, model):
+    """Tokens that end an answer: EOS, a chat's end of turn, and those of the model's own files.
+
+    The end of a turn is the last token of a complete row.
+    """
+    ends = {tokenizer.eos_token_id}
+    config = models.bare(model).generation_config
+    # Without a file transformers makes one up from config.json, whose defaults are no model's.
+    if config.eos_token_id is not None and not config._from_model_config:
+        ends |= set(torch.tensor(config.eos_token_id).flatten().tolist())
     for place, (complete,) in enumerate(each_row(rows, "complete")):
         if complete:  # one is enough: all rows have the same template
-            return {tokenizer.eos_token_id, rows[place]["input_ids"][-1]}
-    return {tokenizer.eos_token_id}
+            return ends | {rows[place]["input_ids"][-1]}
+    return ends
 
 
 def check_room(lower, max_new_tokens, context):

@@ -208,11 +208,14 @@ def _switch_off_dropout(model):
 # --- LoRA -----------------------------------------------------------------------------------------
 
 
-def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
-    """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
+def add_lora(
+    model, rank=16, alpha=16, adapter=None, checkpointing=False, targets="all-linear"
+):
+    """A PEFT model with LoRA on its targets, or the adapter of a folder.
 
-    An adapter of a folder keeps its own rank, alpha and layers; its dropout is switched off. An
-    adapter is float32, float64 over a float64 base. Draws from torch's global generator.
+    targets: names of layers, or "all-linear", which is every linear layer but the head. An adapter
+    of a folder keeps its own rank, alpha and layers; its dropout is switched off. An adapter is
+    float32, float64 over a float64 base. Draws from torch's global generator.
     """
     import peft
 
@@ -221,10 +224,11 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
             r=rank,
             lora_alpha=alpha,
             lora_dropout=0.0,
-            target_modules="all-linear",
+            target_modules=targets,
             task_type="CAUSAL_LM",
         )
-        model = peft.get_peft_model(model, config)
+        with _reading("--lora-targets", f"an adapter on {targets}"):
+            model = peft.get_peft_model(model, config)
     else:
         model = _load_adapter(model, adapter)
     config = model.peft_config["default"]
@@ -440,8 +444,8 @@ def is_sharded(model):
     return getattr(bare(model), "_is_fsdp_managed_module", False)
 
 
-def save_adapter(model, folder):
-    """The PEFT adapter in PEFT's own files, in place at once or not at all."""
+def save_adapter(model, folder, card):
+    """The PEFT adapter in PEFT's own files, in place at once or not at all; card: its README."""
     config = model.peft_config["default"]
     if isinstance(
         config.target_modules, set
@@ -453,6 +457,7 @@ def save_adapter(model, folder):
         model.save_pretrained(partial, selected_adapters=["default"])
         for file in partial.glob("*.safetensors"):  # written for their owner alone
             file.chmod((partial / "adapter_config.json").stat().st_mode)
+        (partial / "README.md").write_text(card)  # PEFT's own is a form to fill in
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     finally:
