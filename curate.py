@@ -20,7 +20,7 @@ from data.layouts import conversation
 from data.sets import each_row, first_places
 from data.tokens import LABELS, response_text
 from generate import generate, is_copy, repetition
-from ranking import behind_blank, blank_prompt
+from ranking import KEY, behind_blank, blank_prompt
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
 
@@ -201,7 +201,7 @@ def write_curated(path, lower, ranked, buffer, current, refined):
 
     def line(p):
         row = lower[p]
-        entry = {name: row[name] for name in ("row_id", "hash", "prompt", "response")}
+        entry = {name: row[name] for name in (*KEY, "prompt", "response")}
         entry |= {name: values[p].item() for name, values in ranked.items()}
         entry |= {
             "refined": None,

@@ -101,7 +101,8 @@ def load_config(name):
 def context_length(config):
     """Tokens of the longest row, within any sliding window; 2**31 where no limit is named."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or 2**31
+    limit = getattr(text, "max_position_embeddings", None)
+    limit = 2**31 if limit is None else limit
     layers = getattr(text, "layer_types", None) or ["sliding_attention"]
     if getattr(text, "use_sliding_window", True) and "sliding_attention" in layers:
         window = getattr(text, "sliding_window", None) or 2**31

@@ -172,6 +172,8 @@ def set_up(args, device, tokenizer, rows, plan):
         dtype=model.dtype,
         device=model.device,
     )
+    if getattr(args, "weights", None):  # N softmax(log w) is w with mean one
+        selector.logits.copy_(ranking.weights_of(rows.lower, args.weights).log())
     out, saved = enter_run(args, rows, learner, selector)
     reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
@@ -188,10 +190,7 @@ def read_sets(args, tokenizer):
     lower = levels.lower
     if getattr(args, "keep", None):
         kept = ranking.kept_by(lower, args.keep)
-        places = [place for place, verdict in enumerate(kept) if verdict]
-        if not places:
-            raise UserError(f"{args.keep}: keeps none of the {len(kept)} lower rows")
-        lower = lower.select(places)
+        lower = lower.select([place for place, verdict in enumerate(kept) if verdict])
     rows = Rows(
         lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
     )
@@ -495,7 +494,7 @@ def write_shown(out, lower, ranks):
     order = ranks.argsort().tolist()
     entries = []
     for row in lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])):
-        entry = {key: row[key] for key in ("row_id", "hash", "prompt", "response")}
+        entry = {key: row[key] for key in (*ranking.KEY, "prompt", "response")}
         if row.get("messages"):
             entry["messages"] = conversation(row)
         entries.append(entry)

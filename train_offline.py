@@ -71,6 +71,7 @@ def parse_args(argv=None):
         help="weight of the lower level under --method mix (without it: 0.5)",
     )
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
+    add("--weights", help="mix and sft: a ranking file whose weights the lower rows have")
     add(
         "--token-budget",
         type=int,
@@ -87,6 +88,8 @@ def parse_args(argv=None):
         args.rho = 0.5
     if args.rho is not None and not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
+    if args.weights is not None and args.method == "bds":
+        raise UserError("--weights: for --method mix and sft; bds learns the weights")
     if args.token_budget is not None and args.method == "bds":
         raise UserError(
             "--token-budget: for --method mix and sft; rho's schedule counts epochs"

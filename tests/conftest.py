@@ -226,7 +226,9 @@ def flags(**options):
         if value is None or value is False:
             continue
         words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
             words.append(str(value))
     return words
 
