@@ -71,28 +71,38 @@ def bad(tmp_path, files, folders, refused):
 
 # --- rows -----------------------------------------------------------------------------------------
 
-LONG = json.dumps({"prompt": "long " * 200, "response": "b"})
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        ('{"prompt": "a", "response": ', r"bad\.jsonl line 4: not valid JSON"),
-        ("[1, 2]", r"bad\.jsonl line 4: a row must be an object"),
-        ('{"prompt": "a"}', r'line 4: no column "response"'),
-        ('{"prompt": "a", "response": 7}', r'line 4: "response" must be text'),
-        (
-            LONG,
-            r"1 rows are longer than the model's context of 128 tokens.*--max-length 128",
-        ),
-    ],
+BAD_LINES = (
+    ('{"prompt": "a", "response": ', "not valid JSON"),
+    ("[1, 2]", "the row is no object"),
+    ('{"prompt": "a"}', 'no column "response"'),
+    ('{"prompt": "a", "response": ["b"]}', "a message is no object"),
+    ('{"prompt": "a", "response": " "}', "an empty answer"),
+    (json.dumps({"prompt": "long " * 200, "response": "b"}), "the prompt is too long"),
 )
-@pytest.mark.parametrize("level", ["lower", "upper"])
-def test_rows(bad, tmp_path, level, last, message):
+
+
+def test_bad_rows_stop_nothing(train, files, tmp_path):
+    """The other rows train, on either level; the plan counts the bad ones by their reason."""
+    paths = files()
+    for level in ("lower", "upper"):
+        lines = [json.dumps(row) for row in read_rows(paths[level])[:7]]
+        lines += [line for line, _ in BAD_LINES]
+        (tmp_path / f"{level}.jsonl").write_text("\n".join(lines) + "\n")
+    run = train(paths, batch=4, epochs=1)
+    for level in ("lower", "upper"):
+        (said,) = re.findall(
+            rf"^{level}: 7 rows, .* 6 rows set aside \((.*?)\)", run.text, re.M
+        )
+        assert sorted(said.split(", ")) == sorted(f"{reason}: 1" for _, reason in BAD_LINES)
+    assert sorted(row["row_id"] for row in run.weights) == list(range(7))
+
+
+def test_a_file_of_bad_rows_is_refused(bad, tmp_path):
     path = tmp_path / "bad.jsonl"
-    lines = [json.dumps(row) for row in make_rows(3, seed=31)]
-    path.write_text("\n".join([*lines, last]) + "\n")
-    bad(message, **{level: path})
+    lines = [json.dumps(row) for row in make_rows(4, seed=31)]
+    path.write_text("\n".join([*lines, *(line for line, _ in BAD_LINES)]))
+    examples = r"line 5: not valid JSON; line 6: .*; line 7: [^;]*"
+    bad(rf"bad\.jsonl: 6 of 10 rows cannot be used \({examples}\)", lower=path)
 
 
 def test_sources(bad, tmp_path):
@@ -110,13 +120,13 @@ def test_sources(bad, tmp_path):
 
 
 def test_a_prompt_that_is_held_out_is_not_trained_on(train, files, tmp_path):
-    """Its row is dropped, and the plan says how many: it would flatter the run."""
+    """Its row is set aside, and the plan says how many: it would flatter the run."""
     paths = files()
     rows = [*make_rows(5, seed=32), *read_rows(paths["heldout"])[:2]]
     paths["lower"] = write_rows(tmp_path / "shared.jsonl", rows)
     run = train(paths, batch=4, epochs=1)
     assert "lower: 5 rows" in run.text
-    assert "dropped {'held_out_prompt': 2}" in run.text
+    assert "2 rows set aside (its prompt is held out: 2)" in run.text
     assert sorted(row["row_id"] for row in run.weights) == [0, 1, 2, 3, 4]
 
 

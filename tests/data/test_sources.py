@@ -10,9 +10,9 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import make_tokenizer
+from conftest import make_tokenizer, reasons
 
-from data import tokens
+from data import sources, tokens
 from runtime.hub import hub_answers
 from utils import UserError
 
@@ -59,7 +59,7 @@ def test_file_kinds_agree(load, tmp_path):
     write(tmp_path / "x.json", json.dumps(texts, indent=1))
     write(tmp_path / "list.jsonl", b"\xef\xbb\xbf " + json.dumps(texts).encode())
     write(tmp_path / "X.JSONL.GZ", gzip.compress(lines.encode()))
-    expected = load("x.jsonl")[0].to_dict()
+    expected = load("x.jsonl")[0].remove_columns("source").to_dict()
     for source in (
         "x.csv",
         "x.parquet",
@@ -71,7 +71,9 @@ def test_file_kinds_agree(load, tmp_path):
         "list.jsonl",
         "X.JSONL.GZ",
     ):
-        assert load(source)[0].to_dict() == expected, source
+        rows = load(source)[0]
+        assert set(rows["source"]) == {str(tmp_path / source)}
+        assert rows.remove_columns("source").to_dict() == expected, source
     assert load("splits@test")[0]["prompt"][:] == ["c"]
     with pytest.raises(UserError, match=r"splits: .*dev"):
         load("splits@dev")
@@ -92,41 +94,18 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", LINE * 4 + '{"prompt": "a", \n', "x.jsonl line 5: not valid JSON"),
-        ("x.jsonl", LINE + "\n[1, 2]\n", "line 3: a row must be an object"),
-        (
-            "x.jsonl",
-            LINE + f'{{"prompt": "a", "response": {DEEP}}}',
-            "line 2: not valid JSON",
-        ),
-        (
-            "x.jsonl",
-            LINE.encode() + b'{"prompt": "\xff", "response": "b"}',
-            "line 2: not valid JSON",
-        ),
-        (
-            "x.jsonl",
-            LINE + '{"prompt": "a", "response": "b", "response": "c"}',
-            "line 2: .*two values",
-        ),
-        (
-            "x.jsonl",
-            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
-            "two values",
-        ),
         ("x.jsonl", "", "holds no rows"),
         ("x.jsonl", "\n \n", "holds no rows"),
-        ("x.jsonl", bytes(4096), "x.jsonl line 1"),
-        ("x.jsonl", LINE.encode("utf-16"), "x.jsonl line 1"),
+        ("x.jsonl", bytes(4096), r"x.jsonl: .*\(line 1: not valid JSON"),
+        ("x.jsonl", LINE.encode("utf-16"), r"x.jsonl: .*\(line 1: not valid JSON"),
         ("x.json", DEEP, "x.json behind the start: maximum recursion"),
         ("x.json", '[{"prompt": "a"', "x.json behind the start"),
-        ("x.json", '[{"prompt": "a", "prompt": "b", "response": "c"}]', "two values"),
-        ("x.json", "[3]", "element 0: a row must be an object"),
         (
-            "x.csv",
-            "prompt,response\na,b\nonly one\n",
-            "x.csv behind the line 2: line 3 has not",
+            "x.json",
+            '{"a": [{"b": 1}], "c": [{"d": 1}]}',
+            r"x.json: rows under several keys \(a, c\)",
         ),
+        ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),
         ("x.csv", "prompt,response\n", "holds no rows"),
         ("x.csv", "prompt,response,response\na,b,c\n", "two columns have one name"),
@@ -168,6 +147,67 @@ def test_names_that_are_no_file(load, tmp_path):
         load("nowhere@test")
     write(tmp_path / "y@test.jsonl")
     assert len(load("y@test.jsonl")[0]) == 1
+
+
+# --- rows that cannot be read ---------------------------------------------------------------------
+
+TWICE = '{"prompt": "a", "response": "b", "response": "c"}\n'
+TWICE_INSIDE = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("x.jsonl", LINE + '{"prompt": "a", \n' + LINE, "not valid JSON"),
+        ("x.jsonl", LINE + f'{{"prompt": {DEEP}}}\n' + LINE, "not valid JSON"),
+        (
+            "x.jsonl",
+            LINE.encode() + b'{"prompt": "\xff"}\n' + LINE.encode(),
+            "not valid JSON",
+        ),
+        ("x.jsonl", LINE + TWICE + LINE, "two values for one key"),
+        ("x.jsonl", LINE + TWICE_INSIDE + LINE, "two values for one key"),
+        ("lines.json", LINE + TWICE + LINE, "two values for one key"),
+        ("x.json", f"[{LINE}, {TWICE}, {LINE}]", "two values for one key"),
+        ("x.json", f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}', "two values for one key"),
+        (
+            "x.csv",
+            "prompt,response\na,b\nonly one\na,b\n",
+            "not as many cells as the header",
+        ),
+        ("x.csv", "prompt,response\na,b\na,b,c\na,b\n", "not as many cells as the header"),
+    ],
+    ids=range(10),
+)
+def test_a_row_that_cannot_be_read_keeps_its_number(load, tmp_path, name, content, reason):
+    write(tmp_path / name, content)
+    rows, report = load(name)
+    assert reasons(report) == {reason: [1]}
+    assert rows["row_id"][:] == [0, 2]
+    assert rows["response"][:] == ["b", "b"]
+
+
+def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
+    def full(content):
+        raise MemoryError
+
+    monkeypatch.setattr(sources, "_decode", full)
+    write(tmp_path / "x.jsonl")
+    with pytest.raises(
+        UserError, match=r"x.jsonl: no memory for the rows behind the start"
+    ):
+        load("x.jsonl")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_under_a_key(load, tmp_path, indent, capsys):
+    document = {"version": "1.0", "tags": ["a"], "data": [json.loads(LINE)] * 2}
+    write(tmp_path / "x.json", json.dumps(document, indent=indent))
+    assert load("x.json")[0]["response"][:] == ["b", "b"]
+    assert "x.json: reads the rows under the key 'data'" in capsys.readouterr().out
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write(tmp_path / "y.json", json.dumps({"messages": talk}, indent=indent))
+    assert load("y.json")[0]["response"][:] == ["b"], "messages are no rows"
 
 
 # --- parquet and saved data sets ------------------------------------------------------------------
@@ -244,6 +284,34 @@ def test_folder_of_files(load, tmp_path, capsys):
     write(tmp_path / "other" / "B.JSONL")
     write(tmp_path / "other" / "readme.md")
     assert len(load("other")[0]) == 1
+
+
+@pytest.mark.parametrize("word", ["test", "validation", "valid", "dev", "Eval"])
+def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, capsys):
+    folder = tmp_path / "set"
+    for name in ("data", word, f"part-{word}-0", "latest"):
+        write(folder / f"{name}.jsonl", json.dumps({"prompt": name, "response": "x"}))
+    assert load("set")[0]["prompt"][:] == ["data", "latest"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "reads 2 of 4 files; for --upper-heldout or --lower-heldout there are" in line
+    assert f"{folder / word}.jsonl" in line
+    assert load(f"set@{word}")[0]["prompt"][:] == sorted([word, f"part-{word}-0"])
+    write(tmp_path / "other" / f"{word}.jsonl")
+    with pytest.raises(UserError, match=r"name a split as .*other@test"):
+        load("other")
+
+
+def test_a_folder_with_the_same_rows_in_two_formats(load, tmp_path):
+    for name in ("data.json", "data.JSONL"):
+        write(tmp_path / "set" / name)
+    with pytest.raises(UserError, match=r"data.JSONL and data.json may hold the same rows"):
+        load("set")
+    write(tmp_path / "parts" / "a.en.jsonl")
+    write(tmp_path / "parts" / "a.fr.jsonl")
+    write(tmp_path / "parts" / "b.fr.jsonl", LINE + "\n3\n" + LINE)
+    rows, report = load("parts")
+    assert rows["row_id"][:] == [0, 1, 2, 4]
+    assert [row["place"] for row in report["set_aside"]] == ["b.fr.jsonl line 3"]
 
 
 # --- the hub --------------------------------------------------------------------------------------
