@@ -66,7 +66,8 @@ class Rows:
     """Data sets of tokenised rows: what trains, and what is never trained on.
 
     lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
-    SFT without trusted rows, and so are held-out sets that no source names.
+    SFT without trusted rows, and so are held-out sets that no source names. reports: {level: what
+    reading it says, see `data.tokens.load_rows`}.
     """
 
     lower: object
@@ -74,6 +75,7 @@ class Rows:
     upper: object
     upper_heldout: object
     lower_heldout: object
+    reports: dict
 
     def by_name(self):
         """{name: rows} of the sets that there are."""
@@ -192,12 +194,17 @@ def read_sets(args, tokenizer):
         kept = ranking.kept_by(lower, args.keep)
         lower = lower.select([place for place, verdict in enumerate(kept) if verdict])
     rows = Rows(
-        lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
+        lower,
+        levels.lower,
+        levels.upper,
+        levels.upper_heldout,
+        levels.lower_heldout,
+        levels.reports,
     )
     sets.check_vocabulary(rows.by_name(), config)
     for name, level in rows.by_name().items():
         tokens = int(sets.row_lengths(level).sum())
-        report = sets.left_out(levels.reports.get(name, {}))
+        report = sets.left_out(rows.reports.get(name, {}))
         print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
     print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
     return rows
@@ -286,6 +293,8 @@ def enter_run(args, rows, learner, selector):
         "model": learner.fingerprints,
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
+    if processes.rank() == 0:
+        sets.write_set_aside(out, rows.reports)
     saved = folder.load_checkpoint(out, model)
     if saved is not None:
         selector.load_state_dict(saved["selector"])

@@ -23,6 +23,7 @@ from conftest import (
     write_pairs,
     write_rows,
 )
+from safetensors.torch import load_file
 
 import batches
 import models
