@@ -34,6 +34,7 @@ from generate import generate
 from utils import UserError, content_hash
 
 COLUMNS = [
+    "source",
     "row_id",
     "hash",
     "prompt",
@@ -341,7 +342,7 @@ def test_eq_curated_rows(online, files, folders):
         # The rows that rank last, and no others, have a refined answer: the greedy one.
         assert (entry["refined"] is not None) == (entry["rank"] > 11)
         if entry["refined"] is None:
-            assert [entry[key] for key in COLUMNS[8:12]] == [
+            assert [entry[key] for key in COLUMNS[9:13]] == [
                 None,
                 "original",
                 None,
@@ -367,7 +368,7 @@ def test_eq_curated_rows(online, files, folders):
             assert entry["recommended"] != "refined"  # five trusted rows are too few
         # The last refresh's answers: when, their log-probs then and now, the ratio.
         if entry["row_id"] not in buffer:
-            assert [entry[key] for key in COLUMNS[12:]] == [None] * 4
+            assert [entry[key] for key in COLUMNS[13:]] == [None] * 4
             continue
         rows, old_logps, _ = buffer[entry["row_id"]]
         now = [logp(tuned, prompt, batches.response_of(row)) for row in rows]

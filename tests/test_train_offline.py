@@ -247,14 +247,17 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
     assert [entry["row_id"] for entry in run.weights] == order
     for rank, entry in enumerate(run.weights, 1):
         row = source[entry["row_id"]]
-        assert list(entry)[:5] == ["row_id", "hash", "rank", "kept", "weight"]
+        keys = ["source", "row_id", "hash", "rank", "kept", "weight"]
+        assert list(entry)[:6] == keys
+        assert entry["source"] == str(paths["lower"])
         assert entry["hash"] == content_hash(row["prompt"], row["response"])
         assert (entry["rank"], entry["kept"]) == (rank, rank <= 18)
         for column in ("base_loss", "final_loss"):
             assert entry[column] == pytest.approx(losses[entry["row_id"]], rel=1e-4)
     kept = [losses[row_id] for row_id in order[:18]]
     assert run.result["lower_kept"] == pytest.approx(sum(kept) / 18, rel=1e-4)
-    shown = [{key: entry[key] for key in ("row_id", "hash")} for entry in run.weights]
+    keys = keys[:3]
+    shown = [{key: entry[key] for key in keys} for entry in run.weights]
     for entry in shown:
         entry |= source[entry["row_id"]]
     assert read_rows(run.out / "shown.jsonl") == shown  # the texts, for the report
