@@ -80,6 +80,10 @@ ROLES = {
 VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
 
 
+class Unusable(Exception):
+    """A row that cannot be trained on; the message is the reason."""
+
+
 # --- columns --------------------------------------------------------------------------------------
 
 

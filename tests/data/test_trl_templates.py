@@ -1,0 +1,115 @@
+"""Every chat template that TRL ships: what is trained is the answer, or the row is set aside."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import make_tokenizer, write_rows
+
+from data import templates, tokens
+from data.layouts import Unusable
+
+MARKER = re.compile(r"<\|\w+\|?>|<\w+\|>|<｜[^<>｜]+｜>|<(?:start|end)_of_turn>")
+QUESTION = {"role": "user", "content": "Capital of France?"}
+ANSWER = {"role": "assistant", "content": "The capital is Paris."}
+THOUGHT = "<think>\nI recall it.\n</think>\n\nIt is Rome."
+SOURCES = {
+    "plain": [QUESTION, ANSWER],
+    "system": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER],
+    "two turns": [
+        QUESTION,
+        ANSWER,
+        {"role": "user", "content": "Of Italy?"},
+        {"role": "assistant", "content": "It is Rome."},
+    ],
+    "reasoning": [QUESTION, {"role": "assistant", "content": THOUGHT}],
+}
+
+
+def of_trl():
+    """{name: (template, TRL's own for training)} of those that TRL ships."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    texts = {}
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        texts[path.stem] = path.read_text()
+    pairs = {}
+    for name, text in texts.items():
+        if not name.endswith("_training"):
+            pairs[name] = text, texts.get(f"{name}_training")
+    return pairs
+
+
+def tokenizer_of(template):
+    """A tiny tokenizer in which the template's markers are control tokens."""
+    tokenizer = make_tokenizer(template)
+    special = sorted(set(MARKER.findall(template)))
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
+
+
+def masks(tokenizer, ids, trained, answers):
+    """What is trained, 0 or 1, of every token that holds some of an answer."""
+    texts = [tokenizer.decode([token]) for token in ids]
+    text = "".join(texts)
+    values = []
+    place = 0
+    for answer in answers:
+        start = text.index(answer, place)
+        place = 0
+        for piece, value in zip(texts, trained, strict=True):
+            if place < start + len(answer) and place + len(piece) > start:
+                values.append(value)
+            place += len(piece)
+        place = start + len(answer)
+    return set(values)
+
+
+def compared(tokenizer, training, messages, folder):
+    """One cell of the table: "same" as TRL, "ours alone", or why the row is set aside."""
+    try:
+        templates.segments_of(messages, tokenizer, None, "all")
+    except Unusable as reason:
+        return str(reason)
+    path = write_rows(folder / "rows.jsonl", [{"messages": messages}])
+    rows, _ = tokens.load_rows(path, tokenizer, turns="all", cache_dir=folder / "cache")
+    row = rows[0]
+    answers = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+    ids, trained = row["input_ids"], row["trained"]
+    assert masks(tokenizer, ids, trained, answers) == {1}
+    last = len(ids) - trained[::-1].index(0)
+    text = tokens.response_text(tokenizer, ids[last:])
+    assert text == row["response"] == answers[-1]
+    assert tokens.reads_back(tokenizer, ids[last:])
+    assert not tokens.end_ids(tokenizer).isdisjoint(ids[last:])
+    if training is None:
+        return "ours alone"
+    theirs = tokenizer.apply_chat_template(
+        messages,
+        chat_template=training,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    try:
+        trained = masks(tokenizer, theirs["input_ids"], theirs["assistant_masks"], answers)
+    except ValueError:
+        return "ours alone"
+    assert trained == {1}
+    return "same"
+
+
+@pytest.mark.slow
+def test_every_template_of_trl_trains_the_answer_or_says_why_not(tmp_path, capsys):
+    lines = []
+    for name, (template, training) in of_trl().items():
+        tokenizer = tokenizer_of(template)
+        cells = []
+        for source, messages in SOURCES.items():
+            folder = tmp_path / name / source
+            folder.mkdir(parents=True)
+            cells.append(compared(tokenizer, training, messages, folder))
+        lines.append([name, *cells])
+    with capsys.disabled():
+        print()
+        for line in lines:
+            print(" | ".join(line))
+    assert len(lines) >= 30
