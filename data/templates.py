@@ -118,9 +118,8 @@ def chat_segments(messages, tokenizer, turns):
         return _chat_segments(messages, tokenizer, trained_turns(messages, turns))
     except Unusable:
         raise
-    except (
-        Exception
-    ) as error:  # a template is a program; it may not know a role, or be broken
+    except Exception as error:
+        # A template is a program; it may not know a role, or be broken.
         said = first_line(error)[:LONGEST_REASON]
         raise Unusable(f"the template refuses it: {said}") from None
 
@@ -144,45 +143,59 @@ def _chat_segments(messages, tokenizer, trained):
     done = 0
     for number in trained:
         place = text.index(PROBE, done)
-        lead, border = _before(tokenizer, probed[:number], text[:place], answers[number])
         rest = text[place + len(PROBE) :]
-        if number == trained[-1]:
-            end = rest.rstrip()
-        else:
-            end = _end_between(tokenizer, probed[: number + 1], rest)
+        alone, end = text[:place], rest.rstrip()
+        if number != trained[-1]:
+            alone, _, end = render_chat(tokenizer, probed[: number + 1]).rpartition(PROBE)
+            end = _end_between(tokenizer, end.rstrip(), rest)
+        lead, border = _before(tokenizer, probed[:number], text[:place], alone)
+        lead = _without_block(tokenizer, probed[:number], lead, answers[number])
+        border = min(border, len(lead))
         segments.append((lead[done:border], 0))
         segments.append((lead[border:] + answers[number] + end, 1))
         done = place + len(PROBE) + len(end)
     return segments
 
 
-def _before(tokenizer, messages, lead, answer):
+def _before(tokenizer, messages, lead, alone):
     """The text in front of an answer, and how much of it is the prompt.
 
-    messages: those in front of it; lead: what the template writes there when it renders the turn.
+    messages: those in front of the answer; lead: what the template writes there; alone: and what it
+    writes when nothing follows the answer.
     """
     prompt = render_chat(tokenizer, messages, prompt=True)
-    if prompt.startswith(lead):
-        lead = prompt  # its prompt goes on, such as with <think>, where its turns do not
-    elif not lead.startswith(prompt):
-        raise Unusable("the template does not show where the answer starts")
-    # An answer that brings its own block, such as <think>...</think>, stands in the place of the
-    # template's, which may be empty or begun by the prompt.
-    block = re.match(r"<(\w+)>.*</\1>", answer, re.DOTALL)
-    before = render_chat(tokenizer, messages)
-    if block and lead.startswith(before):
-        start = lead.find(f"<{block[1]}>", len(before))
-        if start >= 0:
-            lead = lead[:start]
-    return lead, min(len(prompt), len(lead))
+    stem = prompt.rstrip()
+    if not lead.startswith(stem):
+        if not prompt.startswith(lead):
+            raise Unusable("the template does not show where the answer starts")
+        # Its prompt goes on, such as with <think>, where its turns do not.
+        lead = alone if alone.startswith(stem) else prompt
+    if not lead.startswith(prompt):
+        lead = prompt + lead[len(stem) :].lstrip()
+    return lead, len(prompt)
 
 
-def _end_between(tokenizer, messages, rest):
-    """How the template ends a turn that another one follows: the beginning of `rest`.
+def _without_block(tokenizer, messages, lead, answer):
+    """The text in front of an answer without a block that the answer brings itself.
 
-    messages: those up to the turn, which ends in a probe.
+    `<think>...</think>` in an answer stands in the place of the template's, which may be empty, or
+    begun by the prompt.
     """
-    end = render_chat(tokenizer, messages).rpartition(PROBE)[2].rstrip()
+    block = re.match(r"<(\w+)>.*</\1>", answer, re.DOTALL)
+    if not block:
+        return lead
+    before = render_chat(tokenizer, messages)
+    start = lead.find(f"<{block[1]}>", len(before))
+    if start < 0 or not lead.startswith(before):
+        return lead
+    return lead[:start]
+
+
+def _end_between(tokenizer, end, rest):
+    """How a template ends a turn that another one follows: the beginning of `rest`.
+
+    end: how it ends the turn when nothing follows.
+    """
     if rest.startswith(end):
         return end
     # Some end only the last turn with EOS. A control token that another one follows is an end; one

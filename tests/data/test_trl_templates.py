@@ -43,7 +43,9 @@ def tokenizer_of(template):
     """A tiny tokenizer in which the template's markers are control tokens."""
     tokenizer = make_tokenizer(template)
     special = sorted(set(MARKER.findall(template)))
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_special_tokens(
+        {"bos_token": "<bos>", "additional_special_tokens": special}
+    )
     return tokenizer
 
 
@@ -65,7 +67,7 @@ def masks(tokenizer, ids, trained, answers):
 
 
 def compared(tokenizer, training, messages, folder):
-    """One cell of the table: "same" as TRL, "ours alone", or why the row is set aside."""
+    """One cell of the table: how the row trains, or why it is set aside."""
     try:
         templates.segments_of(messages, tokenizer, None, "all")
     except Unusable as reason:
@@ -81,20 +83,28 @@ def compared(tokenizer, training, messages, folder):
     assert text == row["response"] == answers[-1]
     assert tokens.reads_back(tokenizer, ids[last:])
     assert not tokens.end_ids(tokenizer).isdisjoint(ids[last:])
-    if training is None:
-        return "ours alone"
-    theirs = tokenizer.apply_chat_template(
-        messages,
-        chat_template=training,
-        return_assistant_tokens_mask=True,
-        return_dict=True,
-    )
     try:
-        trained = masks(tokenizer, theirs["input_ids"], theirs["assistant_masks"], answers)
+        theirs = masks(tokenizer, *of_trainer(tokenizer, training, messages), answers)
     except ValueError:
-        return "ours alone"
-    assert trained == {1}
-    return "same"
+        return "TRL changes it"
+    assert theirs <= {1}
+    return "as TRL"
+
+
+def of_trainer(tokenizer, training, messages):
+    """The tokens that TRL trains on, and their mask: of answers, else of the completion."""
+    if training:
+        row = tokenizer.apply_chat_template(
+            messages,
+            chat_template=training,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        return row["input_ids"], row["assistant_masks"]
+    ids = tokenizer.apply_chat_template(messages)["input_ids"]
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
+    start = len(prompt["input_ids"])
+    return ids[start:], [1] * len(ids[start:])
 
 
 @pytest.mark.slow
