@@ -83,11 +83,13 @@ def compared(tokenizer, training, messages, folder):
     assert text == row["response"] == answers[-1]
     assert tokens.reads_back(tokenizer, ids[last:])
     assert not tokens.end_ids(tokenizer).isdisjoint(ids[last:])
+    if training is None:  # it trains on the last turn only
+        answers = answers[-1:]
     try:
         theirs = masks(tokenizer, *of_trainer(tokenizer, training, messages), answers)
     except ValueError:
         return "TRL changes it"
-    assert theirs <= {1}
+    assert theirs == {1}
     return "as TRL"
 
 
