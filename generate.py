@@ -6,11 +6,15 @@ global generator has moved; no top-k, no top-p, and nothing of the model's own `
 (its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
 seldom in float32, often in bf16. Loop, cache and stopping are transformers' `generate`.
 
-What makes it cheap: the adapter is folded into the base weights, and prompts of similar length
-share a batch.
+What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
+batch, and on CUDA the decoding step is compiled over a cache of fixed size, where that works. An
+H100 wrote 4,706 tokens a second of Pythia-1b's shape with it (commit 214d500), 2,354 without
+(b9fe5b2).
 """
 
 import contextlib
+import math
+import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,6 +25,7 @@ from batches import seeded
 from models import bare
 from utils import UserError
 
+WIDTH_STEP = 128  # prompts are padded to multiples of it under a cache of fixed size
 COPIED = 0.8  # share of a copy's 3-grams that its prompt has
 NEWS = 0.1  # share of a copy's tokens that its prompt lacks
 ECHO_LENGTH = 8  # tokens of the shortest copy
@@ -54,12 +59,14 @@ def generate(
     end_ids,
     batch_size=64,
     label=None,
+    static_cache=None,
 ):
     """One answer for each prompt.
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
     the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
     answers at a time, fewer where CUDA memory does not suffice. label: a progress bar's.
+    static_cache: a cache of fixed size, compiled on CUDA; None: for many long answers there.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
@@ -67,6 +74,9 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     answers = [None] * len(prompts)
     start = 0
+    if static_cache is None:  # compiling takes a minute
+        many = max_new_tokens >= 64 and len(prompts) >= 256
+        static_cache = model.device.type == "cuda" and many
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -87,6 +97,9 @@ def generate(
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])
+            if static_cache:  # few widths, so that little is compiled
+                width = math.ceil(width / WIDTH_STEP) * WIDTH_STEP
+            config.cache_implementation = "static" if static_cache else None
             batch = order[start : start + batch_size]
             try:
                 written = _one_batch(
@@ -102,6 +115,15 @@ def generate(
                     raise
                 batch_size = len(batch) // 2
                 torch.cuda.empty_cache()
+                continue
+            except Exception as error:
+                if not (static_cache and _is_of_static_cache(error)):
+                    raise
+                warnings.warn(
+                    f"generation without a static cache: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+                static_cache = False
                 continue
             for i, tokens in zip(batch, written, strict=True):
                 answers[i] = _up_to_end(tokens, end_ids)
@@ -139,6 +161,16 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         logits_processor=processors,
     )
     return output[:, width:].tolist()
+
+
+def _is_of_static_cache(error):
+    """Whether a compiler, or transformers for a model without a static cache, raised the error."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return "cache" in str(error).lower()
+    return isinstance(error, (TorchDynamoException, InductorError))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import make_adapter, make_neox
 
+import generate as generate_module
 from generate import _SeededSampler, folded, generate, is_copy, repetition
 from models import adapter, add_lora, add_twin, bare, load_model
 
@@ -196,6 +197,23 @@ def test_the_models_own_generation_config_does_not_leak_in(model):
         assert causal_lm.generation_config is loud
     finally:
         causal_lm.generation_config = before
+
+
+def test_a_static_cache_writes_the_same(model, monkeypatch):
+    """The cache that CUDA compiles over, of widths rounded up; where it fails, the usual one."""
+    prompts = make_prompts(9, longest=30)
+    plain = ask(model, prompts, batch_size=4)
+    assert ask(model, prompts, batch_size=4, static_cache=True) == plain
+    one_batch = generate_module._one_batch
+
+    def without(model, config, *rest):
+        if config.cache_implementation == "static":
+            raise NotImplementedError("this model has no static cache")
+        return one_batch(model, config, *rest)
+
+    monkeypatch.setattr(generate_module, "_one_batch", without)
+    with pytest.warns(UserWarning, match="without a static cache"):
+        assert ask(model, prompts, batch_size=4, static_cache=True) == plain
 
 
 def test_training_mode_and_checkpointing_survive(folders, adapters):
