@@ -10,6 +10,7 @@ theta^{k+1} (its extra forward is half a LoRA step's products), 1 with the loss 
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,9 +56,13 @@ def masked_rows(rows):
     return rows[: max(1, round(MASKED_SHARE * len(rows)))]
 
 
-def as_transformers_has_it(model):
-    """The PEFT model over the same tensors, with torch's attention and PEFT's own LoRA layers."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+def as_transformers_has_it(model, own_adapter=False):
+    """The PEFT model over the same tensors, with torch's attention and PEFT's own LoRA layers.
+
+    own_adapter: the trained tensors are copies.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    shared = {id(t): t for t in tensors if not (own_adapter and t.requires_grad)}
     twin = copy.deepcopy(model, shared)
     for module in twin.modules():
         vars(module).pop("forward", None)
@@ -110,6 +115,7 @@ class Steps:
         losses, lengths = row_losses(model, lower)
         self.old_logps = -losses * lengths  # at generation
         self.twin = as_transformers_has_it(model)
+        self.trainer = None  # TRL's, made by its first step: what it raises is that step's
 
     def rows(self, turn):
         """(lower rows, upper rows) of a round."""
@@ -190,13 +196,14 @@ class Steps:
         models.update(self.theta, self.optimizer, CLIP)
         return total
 
-    def trainer(self):
+    def trl(self, turn):
         """TRL's steps in the order in which `compare_steps` calls them: twice before round 0."""
-        turns = [0, 0, *range(len(self.batches))]
-        rows = [self.rows(turn) for turn in turns]
-        return TrainerSteps(
-            as_transformers_has_it(self.model), rows, self.micro_batch, CLIP
-        )
+        if self.trainer is None:
+            rows = [self.rows(i) for i in (0, 0, *range(len(self.batches)))]
+            # Its own adapter: TRL casts that of a 4-bit model to bf16, in place.
+            twin = as_transformers_has_it(self.model, own_adapter=True)
+            self.trainer = TrainerSteps(twin, rows, self.micro_batch, CLIP)
+        return self.trainer(turn)
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -244,7 +251,7 @@ def variants_of(steps, groups=(1,)):
         variants[online_name(group)] = Variant(call, answers=group, scored=True)
     variants[PADDED] = Variant(steps.two_padded, is_peer=True)
     if installed("trl"):
-        variants[TRL] = Variant(steps.trainer(), is_peer=True)
+        variants[TRL] = Variant(steps.trl, is_peer=True)
     return variants
 
 
@@ -260,6 +267,7 @@ def first_step(variant, model):
             raise
         failed = first_line(error)
     model.zero_grad()  # of a step that broke off
+    gc.collect()
     torch.cuda.empty_cache()
     return {"failed": failed}
 

@@ -65,7 +65,10 @@ class TrainerSteps(TrainerCallback):
         self.go.release()
         self.done.acquire()
         if self.error is not None:
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                self.error = None  # its frames hold the step's memory
         return self.loss
 
 
