@@ -64,20 +64,16 @@ def child(part, file):
         )
 
 
-def start_method():
-    """How a part's process begins: a fork cannot use the GPU that its parent has touched."""
-    import torch
-
-    return "spawn" if torch.cuda.is_initialized() else "fork"
-
-
 def run_part(part, file, seconds):
     """Measure a part for so many seconds at most; its own limit counts as a failure.
 
     Where the call's time is over first, that says nothing about the part.
     """
-    context = multiprocessing.get_context(start_method())
-    process = context.Process(target=child, args=(part, file))
+    from torch import cuda
+
+    # A fork cannot use the GPU that its parent has touched.
+    start = multiprocessing.get_context("spawn" if cuda.is_initialized() else "fork")
+    process = start.Process(target=child, args=(part, file))
     sys.stdout.flush()
     process.start()
     try:

@@ -61,8 +61,10 @@ def as_transformers_has_it(model, own_adapter=False):
 
     own_adapter: the trained tensors are copies.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    shared = {id(t): t for t in tensors if not (own_adapter and t.requires_grad)}
+    shared = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not (own_adapter and tensor.requires_grad):
+            shared[id(tensor)] = tensor
     twin = copy.deepcopy(model, shared)
     for module in twin.modules():
         vars(module).pop("forward", None)
@@ -115,7 +117,6 @@ class Steps:
         losses, lengths = row_losses(model, lower)
         self.old_logps = -losses * lengths  # at generation
         self.twin = as_transformers_has_it(model)
-        self.trainer = None  # TRL's, made by its first step: what it raises is that step's
 
     def rows(self, turn):
         """(lower rows, upper rows) of a round."""
@@ -196,14 +197,20 @@ class Steps:
         models.update(self.theta, self.optimizer, CLIP)
         return total
 
-    def trl(self, turn):
-        """TRL's steps in the order in which `compare_steps` calls them: twice before round 0."""
-        if self.trainer is None:
-            rows = [self.rows(i) for i in (0, 0, *range(len(self.batches)))]
-            # Its own adapter: TRL casts that of a 4-bit model to bf16, in place.
-            twin = as_transformers_has_it(self.model, own_adapter=True)
-            self.trainer = TrainerSteps(twin, rows, self.micro_batch, CLIP)
-        return self.trainer(turn)
+    @functools.cached_property
+    def trainer(self):
+        """TRL's steps in the order in which `compare_steps` calls them: twice before round 0.
+
+        Made by the first of them, so what it raises is that step's. It trains an adapter of its
+        own, because it casts that of a 4-bit model to bf16, in place.
+        """
+        rows = [self.rows(turn) for turn in (0, 0, *range(len(self.batches)))]
+        return TrainerSteps(
+            as_transformers_has_it(self.model, own_adapter=True),
+            rows,
+            self.micro_batch,
+            CLIP,
+        )
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -251,7 +258,7 @@ def variants_of(steps, groups=(1,)):
         variants[online_name(group)] = Variant(call, answers=group, scored=True)
     variants[PADDED] = Variant(steps.two_padded, is_peer=True)
     if installed("trl"):
-        variants[TRL] = Variant(steps.trl, is_peer=True)
+        variants[TRL] = Variant(lambda turn: steps.trainer(turn), is_peer=True)
     return variants
 
 
