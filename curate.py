@@ -18,7 +18,7 @@ import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import each_row, first_places
-from data.tokens import LABELS, response_text
+from data.tokens import LABELS, reads_back, response_text
 from generate import generate, is_copy, repetition
 from ranking import KEY, behind_blank, blank_prompt
 from runtime.processes import rank, share_list
@@ -166,7 +166,8 @@ def refine(run, rows, sampling, template):
     refined = []
     for i, (tokens, complete) in enumerate(written):
         text = response_text(run.tokenizer, tokens, template)
-        fine = bool(text) and well_formed(prompts[i], tokens, complete)
+        fine = well_formed(prompts[i], tokens, complete)
+        fine = fine and reads_back(run.tokenizer, tokens, template)
         margin = margins[i].item()
         choice = recommend(margin, threshold, fine)
         refined.append(Refined(text, choice, margin, logps[i].item()))
