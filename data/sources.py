@@ -215,8 +215,10 @@ def _json_rows(path):
 
 def _only_list(document, path):
     """The rows that an object holds under one of its keys; else a list of the object itself."""
+    if not isinstance(document, dict):
+        return [document]
     keys = []
-    for key, value in dict(document).items():
+    for key, value in document.items():
         is_rows = isinstance(value, list) and value and isinstance(value[0], dict)
         if is_rows and not {"role", "from"} & value[0].keys():  # messages are no rows
             keys.append(key)

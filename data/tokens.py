@@ -195,9 +195,7 @@ def _joined_reports(reports):
     """The report of several sources: counts are added, lists are joined."""
     joined = {name: sum(report[name] for report in reports) for name in COUNTS}
     for name in ("layout", "unread", "extras", "set_aside"):
-        joined[name] = list(
-            itertools.chain.from_iterable(report[name] for report in reports)
-        )
+        joined[name] = [item for report in reports for item in report[name]]
     joined["layout"] = ", ".join(dict.fromkeys(joined["layout"]))
     joined["unread"] = sorted(set(joined["unread"]))
     if "bad" not in joined["extras"]:

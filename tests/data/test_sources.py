@@ -10,9 +10,9 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import make_tokenizer, reasons
+from conftest import ROOT, make_tokenizer, reasons
 
-from data import sources, tokens
+from data import layouts, sets, sources, tokens
 from runtime.hub import hub_answers
 from utils import UserError
 
@@ -373,3 +373,38 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
         tokens.load_rows("nobody/nothing:main", make_tokenizer(), cache_dir=tmp_path)
     assert time.time() - start < 5
     assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1
+
+
+# --- what public reports are made of --------------------------------------------------------------
+
+CASES = ROOT.parent / "shared" / "cases"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "fact"),
+    [
+        ("parts_value_user.jsonl", 6, ""),
+        ("nested_pretty.json", 6, ""),
+        ("numbers.jsonl", 6, "6 cells are numbers, read as text"),
+        ("kind_number.jsonl", 6, "6 cells are numbers, read as text"),
+        ("greeting.jsonl", 6, "6 opening turns of the assistant left out"),
+        ("foreign_end.jsonl", 6, "6 answers ended in an end marker, which was cut"),
+        ("folder_split", 3, ""),
+        ("folder_split@validation", 2, ""),
+        ("folder_split@test", 1, ""),
+    ],
+)
+def test_cases_of_public_reports(tmp_path, name, count, fact):
+    if not CASES.is_dir():
+        pytest.skip(
+            "the files of public cases lie beside the repository, in ../shared/cases"
+        )
+    rows, report = tokens.load_rows(CASES / name, make_tokenizer(), cache_dir=tmp_path)
+    assert len(rows) == report["rows_in_source"] == count
+    assert sets.left_out(report) == (fact and f", {fact}")
+    for row in rows:
+        assert tokens.show_example(row, make_tokenizer()).endswith(
+            f" {row['response']}<eos>⟧"
+        )
+        assert not row["response"].endswith(">")
+        assert all(turn["content"] for turn in layouts.conversation(row))
