@@ -131,11 +131,6 @@ def load_pairs(source, tokenizer, **options):
 
     chosen, report = load_rows(source, tokenizer, side="chosen", **options)
     rejected, rejected_report = load_rows(source, tokenizer, side="rejected", **options)
-    if not all("chosen" in layout for layout in report["layout"].split(", ")):
-        raise UserError(
-            f"{source}: preference pairs need chosen and rejected columns; this is the "
-            f"{report['layout']} layout"
-        )
     partners = _sides(rejected)
     places = []
     partner_places = []

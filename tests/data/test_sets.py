@@ -232,10 +232,10 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     assert list(rows["row_id"]) == [0]
     with pytest.raises(UserError, match=r"no pair with two different responses"):
         load(source[1:], sets.load_pairs)
-    with pytest.raises(
-        UserError, match=r"preference pairs need chosen and rejected columns"
-    ):
+    with pytest.raises(UserError, match=r"3 of 3 rows .*line 1: no rejected answer"):
         load(make_rows(3, 1), sets.load_pairs)
+    rows, report = load([*source, make_rows(1, 1)[0]], sets.load_pairs)
+    assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
 
 
 def test_pairs_of_two_sources(tmp_path):
