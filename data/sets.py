@@ -254,6 +254,7 @@ def left_out(report):
     for key, words in (
         ("numbers", "cells are numbers, read as text"),
         ("ends", "answers ended in an end marker, which was cut"),
+        ("control_text", "prompts hold a chat template's markers as text"),
         ("greetings", "opening turns of the assistant left out"),
         ("bad", "labelled bad"),
         ("unlabelled", "without a label count as good"),

@@ -58,6 +58,7 @@ COUNTS = (  # of a report
     "numbers",
     "greetings",
     "ends",
+    "control_text",
     "renamed",
 )
 TYPES = {
