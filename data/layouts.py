@@ -96,8 +96,9 @@ class Unusable(Exception):
 class Notes:
     """What the rows that were read had in them, for a report.
 
-    layouts: rows by layout. columns: names of columns. unread: keys of messages that held something
-    and are not read. counts: "renamed" rows, "numbers" (cells), "greetings", "ends" (turns).
+    layouts: usable rows by layout. columns: their names. unread: keys of messages that held
+    something and are not read. counts: "renamed" rows, "numbers" (cells), "greetings" and "ends"
+    (turns).
     """
 
     def __init__(self):
@@ -149,17 +150,15 @@ def renamed(row, columns, notes):
     return kept | names
 
 
-def find_layout(row, notes):
-    """The layout of a row: that of the rows before it if its columns are there, else its own."""
-    usual = next(iter(notes.layouts), None)
+def find_layout(row, usual):
+    """The layout of a row: that of rows before it if its columns are there, else the first."""
     for layout in filter(None, (usual, *LAYOUTS)):
         if all(column in row for column in LAYOUTS[layout]):
-            notes.layouts[layout] += 1
             return layout
     if usual is None:
         raise Unusable("no known layout")
-    missing = [column for column in LAYOUTS[usual] if column not in row]
-    raise Unusable(f'no column "{missing[0]}"')
+    missing = next(column for column in LAYOUTS[usual] if column not in row)
+    raise Unusable(f'no column "{missing}"')
 
 
 def unread_columns(notes, columns):
@@ -188,9 +187,13 @@ def read_row(given, columns, side, notes):
         )
     notes.columns.update(given)
     row = renamed(given, columns, notes)
-    turns = row_messages(row, find_layout(row, notes), side, notes)
+    layout = find_layout(row, next(iter(notes.layouts), None))
+    if side == "rejected" and side not in LAYOUTS[layout]:
+        raise Unusable("no rejected answer")
+    turns = row_messages(row, layout, side, notes)
     messages = clean_messages(turns, END_MARKERS, notes)
     check_usable(messages, given)
+    notes.layouts[layout] += 1
     return row, messages
 
 

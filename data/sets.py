@@ -95,15 +95,16 @@ def drop_held_out(levels, reports):
                 raise UserError(
                     f"{train}: every row has a prompt that is held out in {held_out}"
                 )
-            set_aside(reports[train], rows.select(shared), "its prompt is held out")
+            keys = each_row(rows.select(shared), "source", "row_id")
+            set_aside(reports[train], keys, "its prompt is held out")
             gone = set(shared)
             kept = [place for place in range(len(rows)) if place not in gone]
             levels[train] = rows.select(kept)
 
 
-def set_aside(report, rows, reason):
-    """Add tokenised rows to those that a report says are set aside."""
-    for source, row_id in each_row(rows, "source", "row_id"):
+def set_aside(report, keys, reason):
+    """Add tokenised rows, by (source, row_id), to those that a report says are set aside."""
+    for source, row_id in keys:
         row = {"source": source, "row_id": row_id, "place": f"row {row_id}"}
         report["set_aside"].append(row | {"reason": reason})
 
@@ -130,25 +131,19 @@ def load_pairs(source, tokenizer, **options):
 
     chosen, report = load_rows(source, tokenizer, side="chosen", **options)
     rejected, rejected_report = load_rows(source, tokenizer, side="rejected", **options)
-    if not all("chosen" in layout for layout in report["layout"].split(", ")):
-        raise UserError(
-            f"{source}: preference pairs need chosen and rejected columns; this is the "
-            f"{report['layout']} layout"
-        )
     partners = _sides(rejected)
-    dropped = {"no usable rejected answer": [], "two questions": [], "equal answers": []}
     places = []
     partner_places = []
     for key, side in _sides(chosen).items():
         partner = partners.get(key)
         if partner is None:
-            dropped["no usable rejected answer"].append(side.place)
+            set_aside(report, [key], "no usable rejected answer")
         elif partner.prompt != side.prompt:
-            dropped["two questions"].append(side.place)
+            set_aside(report, [key], "two questions")
         elif (
             partner.answers & side.answers
         ):  # as texts, or as what --max-length leaves of them
-            dropped["equal answers"].append(side.place)
+            set_aside(report, [key], "equal answers")
         else:
             places.append(side.place)
             partner_places.append(partner.place)
@@ -158,8 +153,6 @@ def load_pairs(source, tokenizer, **options):
     rejected = rejected.rename_columns(
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"}
     )
-    for reason, gone in dropped.items():
-        set_aside(report, chosen.select(gone), reason)
     report["layout"] = "pairs"
     for count in ("truncated", "rows_kept"):  # of answers
         report[count] += rejected_report[count]
@@ -261,7 +254,7 @@ def left_out(report):
     for key, words in (
         ("numbers", "cells are numbers, read as text"),
         ("ends", "answers ended in an end marker, which was cut"),
-        ("control_text", "prompts hold markers of a chat template as ordinary text"),
+        ("control_text", "prompts hold a chat template's markers as text"),
         ("greetings", "opening turns of the assistant left out"),
         ("bad", "labelled bad"),
         ("unlabelled", "without a label count as good"),

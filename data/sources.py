@@ -156,16 +156,15 @@ def read_part(part, source):
     """
     name = source
     before = ""
-    rows = _saved_rows
+    kind = _saved_rows
     if isinstance(part, Path):
         name = part
+        kinds = {".parquet": _parquet_rows, ".csv": _csv_rows}
+        kind = kinds.get(part.suffix.lower(), _json_rows)
         if str(part) != str(source):  # of a folder
             before = f"{part.name} "
-        rows = {".parquet": _parquet_rows, ".csv": _csv_rows}.get(
-            part.suffix.lower(), _json_rows
-        )
     place = "start"
-    rows = rows(part)
+    rows = kind(part)
     while place:
         try:
             with reading(f"{name} behind the {place}"):
@@ -214,15 +213,15 @@ def _json_rows(path):
 
 
 def _only_list(document, path):
-    """The rows that an object holds under one of its keys; else a list of the object itself."""
+    """The rows that an object holds under its only key of rows; else a list of the object."""
+    if not isinstance(document, dict):
+        return [document]
     keys = []
-    for key, value in dict(document).items():
+    for key, value in document.items():
         is_rows = isinstance(value, list) and value and isinstance(value[0], dict)
         if is_rows and not {"role", "from"} & value[0].keys():  # messages are no rows
             keys.append(key)
-    if len(keys) > 1:
-        raise UserError(f"{path}: rows under several keys ({', '.join(keys)}); keep one")
-    if not keys:
+    if len(keys) != 1:
         return [document]
     print(f"{path}: reads the rows under the key {keys[0]!r}")
     return document[keys[0]]

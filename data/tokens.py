@@ -61,6 +61,7 @@ COUNTS = (  # of a report
     "numbers",
     "greetings",
     "ends",
+    "control_text",
     "renamed",
     "control_text",
 )
@@ -118,7 +119,7 @@ def load_rows(
     import datasets
 
     sources = [source] if isinstance(source, (str, Path)) else source
-    sources = [str(one) for one in sources]
+    sources = list(map(str, sources))
     name = name or ", ".join(sources)
     if len(set(sources)) < len(sources):
         raise UserError(f"{name}: one source is named twice")
@@ -140,20 +141,16 @@ def load_rows(
         limit=limit,
         seed=seed if limit else None,
     )
-    levels = []
-    reports = []
-    for one in sources:
-        rows, report = _load_source(one, tokenizer, settings, Path(cache_dir))
-        levels.append(rows)
-        reports.append(report)
-    report = _joined_reports(reports)
+    loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
+    rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
+    report = _joined_reports([report for _, report in loaded])
     if settings.columns and not report["renamed"]:
         raise UserError(
             f"{name}: no source has a column that --lower-columns or --upper-columns names: "
             f"{', '.join(settings.columns.values())}"
         )
     missing = [column for column in EXTRAS if column not in report["extras"]]
-    return datasets.concatenate_datasets(levels).remove_columns(missing), report
+    return rows.remove_columns(missing), report
 
 
 def _load_source(source, tokenizer, settings, cache_dir):
@@ -164,7 +161,7 @@ def _load_source(source, tokenizer, settings, cache_dir):
     stamp = source_stamp(files)
     key = [FORMAT, source, stamp, vars(settings), _tokenizer_state(tokenizer)]
     fingerprint = content_hash(json.dumps(key))
-    report_file = cache_dir / f"rows-{fingerprint}.json"
+    report_file = Path(cache_dir) / f"rows-{fingerprint}.json"
 
     def tokenised():
         reader = Reader(tokenizer, settings, source)
@@ -199,9 +196,7 @@ def _joined_reports(reports):
     """The report of several sources: counts are added, lists are joined."""
     joined = {name: sum(report[name] for report in reports) for name in COUNTS}
     for name in ("layout", "unread", "extras", "set_aside"):
-        joined[name] = list(
-            itertools.chain.from_iterable(report[name] for report in reports)
-        )
+        joined[name] = [item for report in reports for item in report[name]]
     joined["layout"] = ", ".join(dict.fromkeys(joined["layout"]))
     joined["unread"] = sorted(set(joined["unread"]))
     if "bad" not in joined["extras"]:

@@ -71,38 +71,32 @@ def bad(tmp_path, files, folders, refused):
 
 # --- rows -----------------------------------------------------------------------------------------
 
-BAD_LINES = (
-    ('{"prompt": "a", "response": ', "not valid JSON"),
-    ("[1, 2]", "the row is no object"),
-    ('{"prompt": "a"}', 'no column "response"'),
-    ('{"prompt": "a", "response": ["b"]}', "a message is no object"),
-    ('{"prompt": "a", "response": " "}', "an empty answer"),
-    (json.dumps({"prompt": "long " * 200, "response": "b"}), "the prompt is too long"),
-)
+BAD_LINES = {
+    '{"prompt": "a", "response": ': "not valid JSON",
+    "[1, 2]": "the row is no object",
+    '{"prompt": "a"}': 'no column "response"',
+    '{"prompt": "a", "response": " "}': "an empty answer",
+    json.dumps({"prompt": "long " * 200, "response": "b"}): "the prompt is too long",
+}
 
 
-def test_bad_rows_stop_nothing(train, files, tmp_path):
-    """The other rows train, on either level; the plan counts the bad ones by their reason."""
-    paths = files()
+def test_bad_rows_stop_nothing(train, bad, tmp_path):
+    """The other rows train, and the plan counts the bad ones; a file of bad ones is refused."""
+    paths = bad.paths
     for level in ("lower", "upper"):
-        lines = [json.dumps(row) for row in read_rows(paths[level])[:7]]
-        lines += [line for line, _ in BAD_LINES]
-        (tmp_path / f"{level}.jsonl").write_text("\n".join(lines) + "\n")
-    run = train(paths, batch=4, epochs=1)
-    for level in ("lower", "upper"):
-        (said,) = re.findall(
-            rf"^{level}: 7 rows, .* 6 rows set aside \((.*?)\)", run.text, re.M
-        )
-        assert sorted(said.split(", ")) == sorted(f"{reason}: 1" for _, reason in BAD_LINES)
-    assert sorted(row["row_id"] for row in run.weights) == list(range(7))
-
-
-def test_a_file_of_bad_rows_is_refused(bad, tmp_path):
+        lines = [json.dumps(row) for row in read_rows(paths[level])[:6]]
+        paths[level] = tmp_path / f"{level} and more.jsonl"
+        paths[level].write_text("\n".join([*lines, *BAD_LINES]))
+    run = train(paths, out="noisy", batch=4, epochs=1)
+    said = re.findall(r"(\w+: 6 rows), .* 5 rows set aside \((.*?)\)", run.text)
+    wanted = sorted(f"{reason}: 1" for reason in BAD_LINES.values())
+    assert [level for level, _ in said] == ["lower: 6 rows", "upper: 6 rows"]
+    assert all(sorted(reasons.split(", ")) == wanted for _, reasons in said)
+    assert sorted(row["row_id"] for row in run.weights) == list(range(6))
     path = tmp_path / "bad.jsonl"
-    lines = [json.dumps(row) for row in make_rows(4, seed=31)]
-    path.write_text("\n".join([*lines, *(line for line, _ in BAD_LINES)]))
+    path.write_text("\n".join([*lines[:4], *BAD_LINES]))
     examples = r"line 5: not valid JSON; line 6: .*; line 7: [^;]*"
-    bad(rf"bad\.jsonl: 6 of 10 rows cannot be used \({examples}\)", lower=path)
+    bad(rf"bad\.jsonl: 5 of 9 rows cannot be used \({examples}\)", lower=path)
 
 
 def test_sources(bad, tmp_path):

@@ -48,6 +48,10 @@ def levels(tmp_path):
     return call
 
 
+def keys(rows):
+    return list(zip(rows["source"], rows["row_id"], strict=True))
+
+
 def pair(prompt, chosen, rejected):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
@@ -107,36 +111,27 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     """A row's key is its source and its number there, in every set and report."""
     one, two = make_rows(4, 1), make_rows(4, 2)
     first = write_rows(tmp_path / "one.jsonl", one)
-    second = tmp_path / "two.jsonl"
-    talks = []
-    for row in two:
-        turns = ("user", row["prompt"]), ("assistant", row["response"])
-        talks.append(
-            {"messages": [{"role": who, "content": words} for who, words in turns]}
-        )
-    write_rows(second, talks)
-    loaded = levels(
-        lower=[first, second],
-        lower_columns="prompt=prompt,response=response",  # the second source has none of these
-        upper=make_rows(5, 3),
-        lower_heldout=[two[1], two[3], one[0]],
-    )
-    keys = [(first, 1), (first, 2), (first, 3), (str(second), 0), (str(second), 2)]
-    assert list(zip(loaded.lower["source"], loaded.lower["row_id"], strict=True)) == keys
-    assert loaded.lower["prompt"][:] == [
-        row["prompt"] for row in (*one[1:], two[0], two[2])
+    talks = [{"instruction": row["prompt"], "output": row["response"]} for row in two]
+    second = write_rows(tmp_path / "two.jsonl", talks)
+    both = {"lower": [first, second], "lower_columns": "prompt=prompt,response=response"}
+    held_out = [two[1], two[3], one[0]]
+    loaded = levels(**both, upper=make_rows(5, 3), lower_heldout=held_out)
+    assert keys(loaded.lower) == [
+        *zip([first] * 3 + [second] * 2, [1, 2, 3, 0, 2], strict=True)
     ]
+    assert not sets.prompt_overlap(loaded.lower, loaded.lower_heldout)
     report = loaded.reports["lower"]
-    assert (report["rows_kept"], report["layout"]) == (8, "prompt/response, messages")
-    gone = [(row["source"], row["row_id"]) for row in report["set_aside"]]
-    assert gone == [(first, 0), (str(second), 1), (str(second), 3)]
+    assert (report["rows_kept"], report["layout"]) == (8, "prompt/response, alpaca")
     sets.write_set_aside(tmp_path, loaded.reports)
-    assert read_rows(tmp_path / "set_aside.jsonl") == [
-        {"level": "lower", **row} for row in report["set_aside"]
+    written = read_rows(tmp_path / "set_aside.jsonl")
+    assert [row.pop("level") for row in written] == ["lower"] * 3
+    assert written == report["set_aside"]
+    assert [(row["source"], row["place"]) for row in written] == [
+        (first, "row 0"),
+        (second, "row 1"),
+        (second, "row 3"),
     ]
-    limited = levels(lower=[first, second], lower_limit=3)
-    assert limited.lower["source"][:].count(first) == 3
-    assert len(limited.lower) == 6
+    assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
     with pytest.raises(UserError, match=r"lower: one source is named twice"):
         levels(lower=[first, first])
     with pytest.raises(UserError, match=r"lower: no source has a column .*: q, a$"):
@@ -232,33 +227,24 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     assert list(rows["row_id"]) == [0]
     with pytest.raises(UserError, match=r"no pair with two different responses"):
         load(source[1:], sets.load_pairs)
-    with pytest.raises(
-        UserError, match=r"preference pairs need chosen and rejected columns"
-    ):
+    with pytest.raises(UserError, match=r"3 of 3 rows .*line 1: no rejected answer"):
         load(make_rows(3, 1), sets.load_pairs)
+    rows, report = load([*source, make_rows(1, 1)[0]], sets.load_pairs)
+    assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
 
 
 def test_pairs_of_two_sources(tmp_path):
     """Row 0 of one source is no partner of row 0 of the other."""
-    first = write_rows(
-        tmp_path / "one.jsonl", [pair("a", "yes", "no"), pair("b", "yes", " ")]
-    )
-    second = write_rows(
-        tmp_path / "two.jsonl", [pair("a", "no", "yes"), pair("b", "no", "yes")]
-    )
-    rows, report = sets.load_pairs([first, second], make_tokenizer(), cache_dir=tmp_path)
-    assert list(zip(rows["source"], rows["row_id"], strict=True)) == [
-        (first, 0),
-        (second, 0),
-        (second, 1),
-    ]
-    shown = make_tokenizer().batch_decode(rows["rejected_input_ids"][:])
-    assert [text.rpartition(" ")[2] for text in shown] == [
-        "no<eos>",
-        "yes<eos>",
-        "yes<eos>",
-    ]
-    assert [row["source"] for row in report["set_aside"]] == [first]
+    texts = {"one": [("a", "yes", "no"), ("b", "yes", " ")], "two": [("a", "no", "yes")]}
+    files = []
+    for name, answers in texts.items():
+        source = [pair(*answer) for answer in answers]
+        files.append(write_rows(tmp_path / f"{name}.jsonl", source))
+    rows, report = sets.load_pairs(files, make_tokenizer(), cache_dir=tmp_path)
+    assert keys(rows) == [(files[0], 0), (files[1], 0)]
+    assert rows["response"][:] == ["yes", "no"]
+    assert rows["input_ids"][0] == rows["rejected_input_ids"][1]
+    assert [row["source"] for row in report["set_aside"]] == [files[0]]
 
 
 # --- reports and checks ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import time
 
 import datasets
@@ -10,9 +11,9 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import make_tokenizer, reasons
+from conftest import ROOT, make_tokenizer, reasons
 
-from data import sources, tokens
+from data import layouts, sets, sources, tokens
 from runtime.hub import hub_answers
 from utils import UserError
 
@@ -103,7 +104,7 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
         (
             "x.json",
             '{"a": [{"b": 1}], "c": [{"d": 1}]}',
-            r"x.json: rows under several keys \(a, c\)",
+            r"x.json: .*no known layout\); the columns are 'a', 'c'",
         ),
         ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),
@@ -151,38 +152,31 @@ def test_names_that_are_no_file(load, tmp_path):
 
 # --- rows that cannot be read ---------------------------------------------------------------------
 
-TWICE = '{"prompt": "a", "response": "b", "response": "c"}\n'
-TWICE_INSIDE = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}\n'
+TWICE = '{"prompt": "a", "response": "b", "response": "c"}'
+INSIDE = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+HEAD = "prompt,response\na,b\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("x.jsonl", LINE + '{"prompt": "a", \n' + LINE, "not valid JSON"),
-        ("x.jsonl", LINE + f'{{"prompt": {DEEP}}}\n' + LINE, "not valid JSON"),
-        (
-            "x.jsonl",
-            LINE.encode() + b'{"prompt": "\xff"}\n' + LINE.encode(),
-            "not valid JSON",
-        ),
-        ("x.jsonl", LINE + TWICE + LINE, "two values for one key"),
-        ("x.jsonl", LINE + TWICE_INSIDE + LINE, "two values for one key"),
-        ("lines.json", LINE + TWICE + LINE, "two values for one key"),
-        ("x.json", f"[{LINE}, {TWICE}, {LINE}]", "two values for one key"),
-        ("x.json", f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}', "two values for one key"),
-        (
-            "x.csv",
-            "prompt,response\na,b\nonly one\na,b\n",
-            "not as many cells as the header",
-        ),
-        ("x.csv", "prompt,response\na,b\na,b,c\na,b\n", "not as many cells as the header"),
-    ],
-    ids=range(10),
+    ("name", "content"),
+    {
+        "cut.jsonl": LINE + '{"prompt": "a", \n' + LINE,
+        "deep.jsonl": LINE + DEEP + "\n" + LINE,
+        "bytes.jsonl": LINE.encode() + b'{"\xff": 1}\n' + LINE.encode(),
+        "twice.jsonl": LINE + TWICE + "\n" + LINE,
+        "inside.jsonl": LINE + INSIDE + "\n" + LINE,
+        "twice.json": f"[{LINE}, {TWICE}, {LINE}]",
+        "under a key, twice.json": f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}',
+        "less.csv": HEAD + "only one\na,b\n",
+        "more.csv": HEAD + "a,b,c\na,b\n",
+    }.items(),
 )
-def test_a_row_that_cannot_be_read_keeps_its_number(load, tmp_path, name, content, reason):
+def test_a_row_that_cannot_be_read_keeps_its_number(load, tmp_path, name, content):
     write(tmp_path / name, content)
     rows, report = load(name)
+    (reason,) = reasons(report)
     assert reasons(report) == {reason: [1]}
+    assert re.match("not valid JSON|two values for one key|not as many cells", reason)
     assert rows["row_id"][:] == [0, 2]
     assert rows["response"][:] == ["b", "b"]
 
@@ -199,14 +193,12 @@ def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
         load("x.jsonl")
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_rows_under_a_key(load, tmp_path, indent, capsys):
-    document = {"version": "1.0", "tags": ["a"], "data": [json.loads(LINE)] * 2}
-    write(tmp_path / "x.json", json.dumps(document, indent=indent))
-    assert load("x.json")[0]["response"][:] == ["b", "b"]
+def test_rows_under_a_key(load, tmp_path, capsys):
+    write(tmp_path / "x.json", f'{{"version": "1.0", "tags": ["a"], "data": [\n{LINE}]}}')
+    assert load("x.json")[0]["response"][:] == ["b"]
     assert "x.json: reads the rows under the key 'data'" in capsys.readouterr().out
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    write(tmp_path / "y.json", json.dumps({"messages": talk}, indent=indent))
+    talk = '{"messages": [{"role": "user", "content": "a"}, \n {"role": "gpt", "content": "b"}]}'
+    write(tmp_path / "y.json", talk)
     assert load("y.json")[0]["response"][:] == ["b"], "messages are no rows"
 
 
@@ -289,13 +281,12 @@ def test_folder_of_files(load, tmp_path, capsys):
 @pytest.mark.parametrize("word", ["test", "validation", "valid", "dev", "Eval"])
 def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, capsys):
     folder = tmp_path / "set"
-    for name in ("data", word, f"part-{word}-0", "latest"):
+    for name in ("data", word, "latest"):
         write(folder / f"{name}.jsonl", json.dumps({"prompt": name, "response": "x"}))
     assert load("set")[0]["prompt"][:] == ["data", "latest"]
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "reads 2 of 4 files; for --upper-heldout or --lower-heldout there are" in line
-    assert f"{folder / word}.jsonl" in line
-    assert load(f"set@{word}")[0]["prompt"][:] == sorted([word, f"part-{word}-0"])
+    said = f"reads 2 of 3 files; for --upper-heldout or --lower-heldout there are {folder / word}"
+    assert said in capsys.readouterr().out
+    assert load(f"set@{word}")[0]["prompt"][:] == [word]
     write(tmp_path / "other" / f"{word}.jsonl")
     with pytest.raises(UserError, match=r"name a split as .*other@test"):
         load("other")
@@ -373,3 +364,38 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
         tokens.load_rows("nobody/nothing:main", make_tokenizer(), cache_dir=tmp_path)
     assert time.time() - start < 5
     assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1
+
+
+# --- what public reports are made of --------------------------------------------------------------
+
+CASES = ROOT.parent / "shared" / "cases"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "fact"),
+    [
+        ("parts_value_user.jsonl", 6, ""),
+        ("nested_pretty.json", 6, ""),
+        ("numbers.jsonl", 6, "6 cells are numbers, read as text"),
+        ("kind_number.jsonl", 6, "6 cells are numbers, read as text"),
+        ("greeting.jsonl", 6, "6 opening turns of the assistant left out"),
+        ("foreign_end.jsonl", 6, "6 answers ended in an end marker, which was cut"),
+        ("folder_split", 3, ""),
+        ("folder_split@validation", 2, ""),
+        ("folder_split@test", 1, ""),
+    ],
+)
+def test_cases_of_public_reports(tmp_path, name, count, fact):
+    if not CASES.is_dir():
+        pytest.skip(
+            "the files of public cases lie beside the repository, in ../shared/cases"
+        )
+    rows, report = tokens.load_rows(CASES / name, make_tokenizer(), cache_dir=tmp_path)
+    assert len(rows) == report["rows_in_source"] == count
+    assert sets.left_out(report) == (fact and f", {fact}")
+    for row in rows:
+        assert tokens.show_example(row, make_tokenizer()).endswith(
+            f" {row['response']}<eos>⟧"
+        )
+        assert not row["response"].endswith(">")
+        assert all(turn["content"] for turn in layouts.conversation(row))
