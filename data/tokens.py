@@ -24,6 +24,7 @@ import json
 import random
 import unicodedata
 from collections import defaultdict
+from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix
 from pathlib import Path
@@ -408,3 +409,35 @@ def response_text(tokenizer, ids, template=None):
     for special in special_tokens(tokenizer).values():
         end = end.replace(special, "")
     return text.removesuffix(end.strip()).strip()
+
+
+# --- rows without tokens --------------------------------------------------------------------------
+
+
+@dataclass
+class SourceRow:
+    """A row as its source has it: its cleaned messages, and `given`, all of its columns."""
+
+    row_id: int
+    hash: str
+    messages: list
+    given: dict
+
+
+def read_messages(source, columns=None, side="chosen"):
+    """Yield a `SourceRow` for every row of a source that has messages to train on.
+
+    No tokenizer is needed: `row_id` and `hash` are those of `load_rows`. columns, side: as there.
+    """
+    names = layouts.parse_columns(columns)
+    rows = itertools.chain.from_iterable(read_part(p, source) for p in find_parts(source))
+    layout = None
+    for row_id, (place, given) in enumerate(rows):
+        row = renamed(given, names, place)
+        layout = layout or layouts.find_layout(row, place, given)
+        turns = layouts.row_messages(row, layout, side, place)
+        messages = layouts.clean_messages(turns, (ENDOFTEXT,))
+        if layouts.why_unusable(messages, given) is None:
+            *before, last = messages
+            content = content_hash(layouts.transcript(before), last["content"])
+            yield SourceRow(row_id, content, messages, given)
