@@ -1,9 +1,10 @@
-"""Looking at finished runs: the command line of `evaluation`.
+"""Looking at finished runs, and at data before one: the command line of `evaluation`.
 
 python eval.py compare RUN [RUN ...]                one table, seeds as mean and std
-python eval.py report RUN [RUN ...] --out out.html  one page to look at
+python eval.py report RUN [RUN ...]                 one page to look at
 python eval.py keep RUN|RANKING --keep-fraction 0.7 another share of kept rows, no training
 python eval.py export RUN|RANKING --format messages its rows for another trainer
+python eval.py trusted --lower A --upper B --model M   is the trusted set any good?
 python eval.py losses RUN [--rows FILE]             before and after, on every set; row by row
 python eval.py ranking RUN [RUN ...]                top and bottom 10 % over the epochs
 python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
@@ -22,6 +23,7 @@ from evaluation import (
     qa,
     rankings,
     report,
+    trusted,
     winrate,
 )
 from evaluation.runs import Run
@@ -64,7 +66,7 @@ def add_readers(commands):
     add = add_command(commands, "compare", comparison.run_compare, several=True)
     add("--json", help="also write the numbers, intervals included")
     add = add_command(commands, "report", run_report, several=True)
-    add("--out", default="report.html", help="the page (report.html)")
+    add("--out", help="the page (report.html in the run, or in the folder of several)")
     add("--row-tests", metavar="RANKING", help="a ranking with reasons, by row_tests")
     add = add_command(commands, "keep", run_keep)
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
@@ -100,6 +102,21 @@ def add_readers(commands):
     add_command(commands, "ranking", run_ranking, several=True)
 
 
+def add_trusted(commands):
+    """The command that looks at data before any run."""
+    text = trusted.run_trusted.__doc__.splitlines()[0]
+    parser = commands.add_parser("trusted", help=text, description=text)
+    parser.set_defaults(call=trusted.run_trusted)
+    add = parser.add_argument
+    for level, what in (("lower", "noisy"), ("upper", "trusted")):
+        add(f"--{level}", nargs="+", required=True, help=f"{what} rows, as in training")
+        add(f"--{level}-columns", help="names of unknown columns, as in training")
+    add("--model", required=True, help="base model: hub name or local folder")
+    add("--template", help="plain template, as in training")
+    add("--max-length", type=int, default=2048, help="tokens a row (2048)")
+    add("--seed", type=int, default=0)
+
+
 def add_models(commands):
     """The commands that load the model of a run."""
     add = add_command(commands, "losses", losses.run_losses)
@@ -128,6 +145,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description="Look at finished runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_readers(commands)
+    add_trusted(commands)
     add_models(commands)
     return parser.parse_args(argv)
 
