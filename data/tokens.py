@@ -61,7 +61,6 @@ COUNTS = (  # of a report
     "numbers",
     "greetings",
     "ends",
-    "control_text",
     "renamed",
     "control_text",
 )
