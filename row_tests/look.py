@@ -23,6 +23,8 @@ REASONS = {
     "turn": "going on with another turn",
     "placeholder": "left without an answer",
     "debris": "with markup or broken encoding",
+    "stock": "with one answer to many questions",
+    "language": "in another language",
     "unclear": "for no clear reason",
 }
 CODE = re.compile(

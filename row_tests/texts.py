@@ -5,10 +5,15 @@
     turn          the answer goes on with another question
     duplicate     the row repeats an earlier one, nearly (Minhash: Broder 1997)
     conflict      one question has two short answers that differ
+    stock         one answer, word by word, to many questions that have little in common
+    language      the answer's language is not the question's, and the question names none
 
 Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
 where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
-garbled text, of languages other than English, and of answers that are wrong they know nothing.
+garbled text and of answers that are wrong they know nothing, and their phrases are English. A
+language is known by its letters or its commonest words (`SPEECH`): Danish or Turkish are not, nor
+are two languages of one script apart, and a question of a word or two has none. Where one refusal
+of many questions is wanted, it is a stock answer nevertheless.
 
 Strings in, a list out; this file imports nothing of the project and can be copied. A row is its
 question and its answer, without template or end tokens; what a conversation said before belongs to
@@ -167,6 +172,35 @@ NUMBERS = [
     "ten",
 ]
 NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
+STOCK = (
+    4  # questions with one answer, from which it is a stock answer; and words that it has
+)
+SPOKEN = 4  # words or letters of an answer, at least, that tell its language
+SPEAKS = 0.2  # as a share of all its words, at least
+# Frequent words and letters of a language. No English word is another language's, or one of code.
+SPEECH = {
+    "English": r"\b(the|of|and|to|a|what|how|that|it|which|your|this|write|describe|give|explain|"
+    r"create|generate|why|who|are|does|following|you|should|my|between|name|three|make|tell|me)\b",
+    "German": r"\b(der|das|und|ist|nicht|eine?|sie|ich|zu|mit|auf|f\xfcr|von|dem|den|sich|wird)\b",
+    "French": r"\b(les?|des|est|et|une?|dans|pour|qui|sur|pas|vous|cette|au|que|il|la)\b",
+    "Spanish": r"\b(el|la|los|las|es|una?|por|con|del|como|su|est\xe1|m\xe1s|al|que|en|para|y)\b",
+    "Italian": r"\b(il|di|\xe8|che|gli|per|della|sono|con|nel|alla|questo|anche|pi\xf9|la|una?)\b",
+    "Portuguese": r"\b(os|uma?|n\xe3o|em|da|dos|mais|voc\xea|na|ao|que|para|por|s\xe3o|\xe9|as)\b",
+    "Dutch": r"\b(het|een|van|niet|voor|zijn|op|wordt|ook|deze|worden|dat|en|je|naar|ik)\b",
+    "Cyrillic": "[\u0400-\u052f]+",
+    "Arabic": "[\u0600-\u06ff]+",
+    "Hebrew": "[\u0590-\u05ff]+",
+    "Devanagari": "[\u0900-\u097f]+",
+    "Korean": "[\uac00-\ud7af]+",
+    "Chinese, Japanese or Thai": LETTER,
+}
+# A question that asks for another language, or is about one.
+NAMED = re.compile(
+    r"transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
+    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual)|"
+    r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1",
+    re.I,
+)
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 
@@ -274,6 +308,22 @@ def debris(prompt, answer):
     return None
 
 
+def tongues(text):
+    """{language: how many of its frequent words or letters a text has}."""
+    return {tongue: len(re.findall(words, text, re.I)) for tongue, words in SPEECH.items()}
+
+
+def another_language(prompt, answer):
+    """Whether an answer is in a language of which its question has no word and names none."""
+    said = tongues(answer)
+    tongue = max(said, key=said.get)
+    if said[tongue] < max(SPOKEN, SPEAKS * len(answer.split())) or "```" in answer:
+        return False
+    if re.search(SPEECH[tongue], prompt, re.I) or NAMED.search(prompt):
+        return False
+    return max(tongues(prompt).values()) > 1
+
+
 def another_turn(prompt, answer):
     """Whether an answer goes on with another question, and is no dialogue that was asked for."""
     if MARK.search(answer):
@@ -309,21 +359,27 @@ class Answer(typing.NamedTuple):
 def text_reasons(rows):
     """The reason of each of an iterable of (prompt, answer), or None.
 
-    placeholder, debris, turn: see `debris` and `another_turn`.
+    placeholder, debris, turn, language: see `debris`, `another_turn` and `another_language`.
     duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
     CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
     conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
     or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
     is right.
+    stock: STOCK questions or more have the answer, word by word. It has STOCK words or more and
+    stands in none of the questions, as a choice would; they share no word, as those of one task do,
+    whose answers are labels. Frequent English words do not count.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     copies = NearCopies()
     answers = {}  # of a question's hash: {hash of an answer: Answer}
+    asked = {}  # of an answer's hash: the places of its questions, hashes of words that all have
     reasons = []
     for place, (prompt, answer) in enumerate(rows):
         reason = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
+        if not reason and another_language(prompt, answer):
+            reason = "language"
         last = plain_words(prompt.strip().rpartition("\n")[2])
-        prompt, answer = plain_words(prompt), plain_words(answer)
+        prompt, answer = plain_words(prompt), plain_words(END.sub("", answer))
         digits = []
         for word in answer.split(" "):
             digits.append(str(NUMBERS.index(word)) if word in NUMBERS else word)
@@ -338,9 +394,19 @@ def text_reasons(rows):
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else reason)
+        if not reasons[-1] and len(words) >= STOCK and answer not in prompt:
+            question = re.sub(SPEECH["English"], "", prompt.rpartition(" user: ")[2])
+            hashes = set(map(hash, WORD.findall(question)))
+            places, shared = asked.setdefault(key, (array("i"), array("q", hashes)))
+            places.append(place)
+            shared[:] = array("q", hashes.intersection(shared))
         is_open = OPEN.match(prompt) or OPEN.match(last) or OPENLY.search(prompt)
         count = math.inf if is_open or reason else len(words)
         known.setdefault(key, Answer(place, count, array("q", set(map(hash, words)))))
+    for places, shared in asked.values():
+        if len(places) >= STOCK and not shared:
+            for place in places:
+                reasons[place] = "stock"
     for known in answers.values():
         for place in conflicts(list(known.values())):
             reasons[place] = reasons[place] or "conflict"

@@ -14,6 +14,7 @@ from row_tests.__main__ import flagged_last, main
 from row_tests.verdicts import Verdicts, judge_rows
 
 COLUMNS = {
+    "source",
     "row_id",
     "hash",
     "rank",
