@@ -86,6 +86,6 @@ def print_look(verdicts, rows):
 def print_example(reason, row):
     """A row that looks bad; of its answer the end, where it may be cut short."""
     answer = one_line(row["response"][-SHOWN:], SHOWN)
-    print(f"  {REASONS[reason]}: row_id {row['row_id']}")
+    print(f"  {REASONS[reason]}: {row['source']}, row_id {row['row_id']}")
     print(f"    question: {one_line(row['prompt'], SHOWN)}")
     print(f"    answer: {answer}")
