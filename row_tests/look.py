@@ -28,9 +28,8 @@ REASONS = {
     "unclear": "for no clear reason",
 }
 CODE = re.compile(
-    r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
-    r"[;{][^\S\n]*$|</\w+>",
-    re.MULTILINE,
+    r"(?m)```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
+    r"[;{][^\S\n]*$|</\w+>"
 )
 
 

@@ -58,24 +58,22 @@ MARK = re.compile(
 )
 # A question with many right answers: "name a fruit".
 OPEN = re.compile(
-    r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
+    r"(?i)\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
     r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
     r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
     r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
     r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
     r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
-    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
-    re.I,
+    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )"
 )
 # Words of such a question, anywhere in it.
 OPENLY = re.compile(
-    r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
-    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b",
-    re.I,
+    r"(?i)\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
+    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b"
 )
 # Questions that ask for several turns, or for how turns are written.
 ASKED = re.compile(
-    r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
+    r"(?i)dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
     r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
     r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
     r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
@@ -83,52 +81,45 @@ ASKED = re.compile(
     r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
     r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
     r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
-    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b",
-    re.I,
+    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b"
 )
 WRITTEN = re.compile(
-    r"format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
-    r"\b(issue|document) (form|th[ei])",
-    re.I,
+    r"(?i)format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
+    r"\b(issue|document) (form|th[ei])"
 )
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
 HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
 EMPTY = re.compile(
-    r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
+    r"(?i)((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
     r"no (answer|response)( (provided|available|given))?)\W*|"
     r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
     r"blank|(deleted|removed)( by \w+)?|"
     r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
     r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
     r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
-    r"[.\u2026]{3,}|\u2026|[-_?]{3,}",
-    re.I,
+    r"[.\u2026]{3,}|\u2026|[-_?]{3,}"
 )
 # A link alone, or a printer's filler; and questions that may ask for one, a sign alone, or "N/A".
 LINK = re.compile(
-    r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
-    r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*",
-    re.I | re.S,
+    r"(?is)\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
+    r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*"
 )
 PLACE = re.compile(
-    r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
+    r"(?i)\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
     r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
     r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
     r"ipsum|filler|downloads?|install|engines?|git\w*|wikipedia|share|tutorials?|"
-    r"(give|send|show|direct|point) (me|us) (to|the))\b",
-    re.I,
+    r"(give|send|show|direct|point) (me|us) (to|the))\b"
 )
 SIGNS = re.compile(
-    r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
-    r"separat\w+|divid\w+|chat)\b",
-    re.I,
+    r"(?i)\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
+    r"separat\w+|divid\w+|chat)\b"
 )
 NONE = re.compile(
-    r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
-    r"abbreviat\w+|acronym|(which|what) comment)\b",
-    re.I,
+    r"(?i)\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
+    r"abbreviat\w+|acronym|(which|what) comment)\b"
 )
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xA0)}
@@ -142,20 +133,18 @@ ALONE = re.compile(
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(
-    r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
+    r"(?i)</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
     r"img|hr|body|html|iframe|center|blockquote)"
     r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
     r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
-    r"[a-z](acute|grave|uml|circ|tilde|cedil));",
-    re.I,
+    r"[a-z](acute|grave|uml|circ|tilde|cedil));"
 )
 MARKED = re.compile(
-    r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
+    r"(?i)\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
     r"site|link|program|function|url|element|template|highlight|bold|font|"
     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
     r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
-    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;",
-    re.I,
+    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;"
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
 NUMBERS = [
@@ -175,31 +164,30 @@ NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: i
 STOCK = (
     4  # questions with one answer, from which it is a stock answer; and words that it has
 )
-SPOKEN = 4  # words or letters of an answer, at least, that tell its language
-SPEAKS = 0.2  # as a share of all its words, at least
-# Frequent words and letters of a language. No English word is another language's, or one of code.
-SPEECH = {
-    "English": r"\b(the|of|and|to|a|what|how|that|it|which|your|this|write|describe|give|explain|"
-    r"create|generate|why|who|are|does|following|you|should|my|between|name|three|make|tell|me)\b",
-    "German": r"\b(der|das|und|ist|nicht|eine?|sie|ich|zu|mit|auf|f\xfcr|von|dem|den|sich|wird)\b",
-    "French": r"\b(les?|des|est|et|une?|dans|pour|qui|sur|pas|vous|cette|au|que|il|la)\b",
-    "Spanish": r"\b(el|la|los|las|es|una?|por|con|del|como|su|est\xe1|m\xe1s|al|que|en|para|y)\b",
-    "Italian": r"\b(il|di|\xe8|che|gli|per|della|sono|con|nel|alla|questo|anche|pi\xf9|la|una?)\b",
-    "Portuguese": r"\b(os|uma?|n\xe3o|em|da|dos|mais|voc\xea|na|ao|que|para|por|s\xe3o|\xe9|as)\b",
-    "Dutch": r"\b(het|een|van|niet|voor|zijn|op|wordt|ook|deze|worden|dat|en|je|naar|ik)\b",
-    "Cyrillic": "[\u0400-\u052f]+",
-    "Arabic": "[\u0600-\u06ff]+",
-    "Hebrew": "[\u0590-\u05ff]+",
-    "Devanagari": "[\u0900-\u097f]+",
-    "Korean": "[\uac00-\ud7af]+",
-    "Chinese, Japanese or Thai": LETTER,
-}
+SPEAKS = 0.2  # share of an answer's words, at least, that tell its language; of 20 if it has fewer
+# Frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch, and letters of
+# others. No word of English is one of another language here, or of code.
+SPEECH = (
+    r"(?i)\b(the|of|and|to|a|what|how|that|it|which|your|this|write|describe|give|explain|create|"
+    r"generate|why|who|are|does|following|you|should|my|between|name|three|make|tell|me)\b",
+    r"(?i)\b(der|das|und|ist|nicht|eine?|sie|ich|zu|mit|auf|f\xfcr|von|dem|den|sich|wird)\b",
+    r"(?i)\b(les?|des|est|et|une?|dans|pour|qui|sur|pas|vous|cette|au|que|il|la)\b",  # French
+    r"(?i)\b(el|la|los|las|es|una?|por|con|del|como|su|est\xe1|m\xe1s|al|que|en|para|y)\b",
+    r"(?i)\b(il|di|\xe8|che|gli|per|della|sono|con|nel|alla|questo|anche|pi\xf9|la|una?)\b",
+    r"(?i)\b(os|uma?|n\xe3o|em|da|dos|mais|voc\xea|na|ao|que|para|por|s\xe3o|\xe9|as)\b",
+    r"(?i)\b(het|een|van|niet|voor|zijn|op|wordt|ook|deze|worden|dat|en|je|naar|ik)\b",  # Dutch
+    "[\u0400-\u052f]+",  # Cyrillic
+    "[\u0600-\u06ff]+",  # Arabic
+    "[\u0590-\u05ff]+",  # Hebrew
+    "[\u0900-\u097f]+",  # Devanagari
+    "[\uac00-\ud7af]+",  # Korean
+    LETTER,
+)
 # A question that asks for another language, or is about one.
 NAMED = re.compile(
-    r"transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
+    r"(?i)transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
     r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual)|"
-    r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1",
-    re.I,
+    r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1"
 )
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
@@ -309,19 +297,19 @@ def debris(prompt, answer):
 
 
 def tongues(text):
-    """{language: how many of its frequent words or letters a text has}."""
-    return {tongue: len(re.findall(words, text, re.I)) for tongue, words in SPEECH.items()}
+    """How many words or letters of each language of SPEECH a text has."""
+    return [len(re.findall(words, text)) for words in SPEECH]
 
 
 def another_language(prompt, answer):
     """Whether an answer is in a language of which its question has no word and names none."""
     said = tongues(answer)
-    tongue = max(said, key=said.get)
-    if said[tongue] < max(SPOKEN, SPEAKS * len(answer.split())) or "```" in answer:
+    most = max(said)
+    if most < SPEAKS * max(20, len(answer.split())) or "```" in answer:
         return False
-    if re.search(SPEECH[tongue], prompt, re.I) or NAMED.search(prompt):
+    if re.search(SPEECH[said.index(most)], prompt) or NAMED.search(prompt):
         return False
-    return max(tongues(prompt).values()) > 1
+    return max(tongues(prompt)) > 1
 
 
 def another_turn(prompt, answer):
@@ -333,7 +321,6 @@ def another_turn(prompt, answer):
         return False
     if ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
-    answer = END.sub("", answer)
     if REPLY.search(answer, speaker.end()):
         return True
     for speaker in SPEAKER.finditer(answer):
@@ -375,11 +362,12 @@ def text_reasons(rows):
     asked = {}  # of an answer's hash: the places of its questions, hashes of words that all have
     reasons = []
     for place, (prompt, answer) in enumerate(rows):
+        answer = END.sub("", answer)
         reason = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
         if not reason and another_language(prompt, answer):
             reason = "language"
         last = plain_words(prompt.strip().rpartition("\n")[2])
-        prompt, answer = plain_words(prompt), plain_words(END.sub("", answer))
+        prompt, answer = plain_words(prompt), plain_words(answer)
         digits = []
         for word in answer.split(" "):
             digits.append(str(NUMBERS.index(word)) if word in NUMBERS else word)
@@ -395,7 +383,7 @@ def text_reasons(rows):
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else reason)
         if not reasons[-1] and len(words) >= STOCK and answer not in prompt:
-            question = re.sub(SPEECH["English"], "", prompt.rpartition(" user: ")[2])
+            question = re.sub(SPEECH[0], "", prompt.rpartition(" user: ")[2])
             hashes = set(map(hash, WORD.findall(question)))
             places, shared = asked.setdefault(key, (array("i"), array("q", hashes)))
             places.append(place)

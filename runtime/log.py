@@ -29,6 +29,7 @@ class Progress(tqdm):
         if not sys.stderr.isatty():
             options |= {
                 "mininterval": LOG_SECONDS,
+                "miniters": 1,  # or tqdm's own thread prints lines, too
                 "delay": LOG_SECONDS,
                 "bar_format": LOG_LINE,
                 "position": 0,
