@@ -21,7 +21,10 @@ SIZES = pytest.mark.parametrize(
 def test_an_epoch_reads_every_row_once(num_rows, batch):
     steps = math.ceil(num_rows / batch)
     for epoch in range(3):
-        places = [batches.epoch_batch(num_rows, batch, 7, epoch, k) for k in range(steps)]
+        places = [
+            batches.epoch_batch(num_rows, batch, 7, epoch, k)
+            for k in range(steps)
+        ]
         sizes = [len(step) for step in places]
         assert sizes[:-1] == [batch] * (steps - 1)
         assert sizes[-1] > 0
@@ -64,8 +67,12 @@ def test_the_coming_rows_are_those_that_the_steps_read(num_rows, batch):
             read = set()
             for coming in range(step, last):
                 epoch, k = divmod(coming, per_epoch)
-                read.update(batches.epoch_batch(num_rows, batch, 5, epoch, k).tolist())
-            assert batches.coming_rows(num_rows, batch, 5, step, last) == sorted(read)
+                read.update(
+                    batches.epoch_batch(num_rows, batch, 5, epoch, k).tolist()
+                )
+            assert batches.coming_rows(
+                num_rows, batch, 5, step, last
+            ) == sorted(read)
 
 
 # --- micro batches --------------------------------------------------------------------------------
@@ -81,19 +88,27 @@ def level(prefix, counts):
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 8, 30])
-def test_every_sequence_of_a_step_is_read_once(monkeypatch, processes, micro_batch):
+def test_every_sequence_of_a_step_is_read_once(
+    monkeypatch, processes, micro_batch
+):
     """By one process, in one forward, behind the places of its rows; upper before lower."""
     monkeypatch.setattr(batches, "world_size", lambda: processes)
     rng = random.Random(micro_batch)
     for _ in range(20):
         upper = level("u", [2] * rng.randint(0, 7))
-        lower = level("l", [rng.choice((0, 1, 3)) for _ in range(rng.randint(1, 9))])
+        lower = level(
+            "l", [rng.choice((0, 1, 3)) for _ in range(rng.randint(1, 9))]
+        )
         read = []
         for number in range(processes):
             monkeypatch.setattr(batches, "rank", lambda number=number: number)
-            for up, low, packed in batches.micro_batches(upper, lower, micro_batch):
+            for up, low, packed in batches.micro_batches(
+                upper, lower, micro_batch
+            ):
                 assert len(up) <= micro_batch and len(low) <= micro_batch
-                expected = chain(*(upper[i] for i in up), *(lower[i] for i in low))
+                expected = chain(
+                    *(upper[i] for i in up), *(lower[i] for i in low)
+                )
                 assert packed == list(expected) != []
                 assert all(i % processes == number for i in up + low)
                 read += packed
