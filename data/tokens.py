@@ -140,11 +140,6 @@ def load_rows(
     loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
     rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
     report = _joined_reports([report for _, report in loaded])
-    if settings.columns and not report["renamed"]:
-        raise UserError(
-            f"{name}: no source has a column that --lower-columns or --upper-columns names: "
-            f"{', '.join(settings.columns.values())}"
-        )
     missing = [column for column in EXTRAS if column not in report["extras"]]
     return rows.remove_columns(missing), report
 
