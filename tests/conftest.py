@@ -195,6 +195,14 @@ def write_rows(path, rows):
     return str(path)
 
 
+def reasons(report):
+    """{reason: row_ids} of the rows that a report of `load_rows` says are set aside."""
+    row_ids = {}
+    for row in report["set_aside"]:
+        row_ids.setdefault(row["reason"], []).append(row["row_id"])
+    return row_ids
+
+
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 

@@ -330,6 +330,7 @@ def test_the_day_is_always_the_same(load):
         "<|im_end|>",
         "analysis<|im_start|>hm<|im_start|>final<|im_start|>red<|im_end|>",
         EMPTY + EMPTY + "red<|im_end|>",
+        "red</s><|im_end|>",
     ],
 )
 def test_an_answer_that_would_not_train_as_itself(answer):
@@ -355,7 +356,7 @@ def test_end_tokens_of_a_plain_template():
     ],
 )
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(UserError, match=r"no row is left .*the template refuses it: .*\w"):
+    with pytest.raises(UserError, match=r"the template refuses it: \w+"):
         load(make_tokenizer(broken + CHATML), ("a", "b"))
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
