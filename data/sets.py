@@ -43,12 +43,13 @@ def load_levels(args, tokenizer, context_length):
             level = name.removesuffix(
                 "_heldout"
             )  # held-out rows are read the way their level is
+            columns = getattr(args, f"{level}_columns")
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
                 source,
                 tokenizer,
                 name=name,
-                columns=getattr(args, f"{level}_columns"),
+                columns=columns,
                 template=args.template,
                 turns=args.turns,
                 max_length=max_length,
@@ -56,6 +57,10 @@ def load_levels(args, tokenizer, context_length):
                 seed=args.seed,
                 cache_dir=args.cache_dir,
             )
+            if columns and name == level and not reports[name]["renamed"]:
+                raise UserError(
+                    f"no row has a column that --{name}-columns {columns} names"
+                )
             warn_of_cut_answers(name, reports[name], max_length)
     upper = levels["upper"]
     if upper is not None and levels["upper_heldout"] is None:

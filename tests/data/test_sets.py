@@ -134,7 +134,10 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
     with pytest.raises(UserError, match=r"lower: one source is named twice"):
         levels(lower=[first, first])
-    with pytest.raises(UserError, match=r"lower: no source has a column .*: q, a$"):
+    with pytest.raises(
+        UserError,
+        match=r"no row has a column that --lower-columns prompt=q,response=a names",
+    ):
         levels(lower=[first, second], lower_columns="prompt=q,response=a")
 
 
