@@ -420,7 +420,7 @@ def sampling_options(args, run):
     return {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
-        "end_ids": curate.end_tokens(run.rows.lower, run.tokenizer, run.learner.model),
+        "end_ids": curate.end_tokens(run.tokenizer, args.template, run.learner.model),
         "batch_size": args.generation_batch,
     }
 
