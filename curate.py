@@ -14,14 +14,13 @@ log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompt
 
 from dataclasses import dataclass
 
-import detect
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import each_row, first_places
-from data.tokens import LABELS, response_text
-from generate import generate
-from ranking import behind_blank, blank_prompt
+from data.tokens import LABELS, reads_back, response_text
+from generate import generate, is_copy, repetition
+from ranking import KEY, behind_blank, blank_prompt
 from runtime.processes import rank, share_list
 from utils import UserError, write_jsonl
 
@@ -45,12 +44,20 @@ class Refined:
     refined_logp: float
 
 
-def end_tokens(rows, tokenizer):
-    """Tokens that end an answer: EOS, and the last token of a complete row (a chat's turn end)."""
+def end_tokens(rows, tokenizer, model):
+    """Tokens that end an answer: EOS, a chat's end of turn, and those of the model's own files.
+
+    The end of a turn is the last token of a complete row.
+    """
+    ends = {tokenizer.eos_token_id}
+    config = models.bare(model).generation_config
+    # Without a file transformers makes one up from config.json, whose defaults are no model's.
+    if config.eos_token_id is not None and not config._from_model_config:
+        ends |= set(torch.tensor(config.eos_token_id).flatten().tolist())
     for place, (complete,) in enumerate(each_row(rows, "complete")):
         if complete:  # one is enough: all rows have the same template
-            return {tokenizer.eos_token_id, rows[place]["input_ids"][-1]}
-    return {tokenizer.eos_token_id}
+            return ends | {rows[place]["input_ids"][-1]}
+    return ends
 
 
 def check_room(lower, max_new_tokens, context):
@@ -81,11 +88,9 @@ def well_formed(prompt, tokens, complete):
     """Whether an answer is complete, not empty, no repetition and no copy of its prompt."""
     if not complete or len(tokens) <= 1:
         return False
-    is_copy = detect.is_copy(tokens[:-1], prompt)
-    repeats = (
-        len(tokens) > 11 and detect.repetition(tokens) > 0.5
-    )  # of more than eight 4-grams
-    return not is_copy and not repeats
+    # Of eight 4-grams or fewer a repetition says nothing.
+    repeats = len(tokens) > 11 and repetition(tokens) > 0.5
+    return not repeats and not is_copy(tokens[:-1], prompt)
 
 
 def recommend(margin, threshold, fine):
@@ -161,7 +166,8 @@ def refine(run, rows, sampling, template):
     refined = []
     for i, (tokens, complete) in enumerate(written):
         text = response_text(run.tokenizer, tokens, template)
-        fine = bool(text) and well_formed(prompts[i], tokens, complete)
+        fine = well_formed(prompts[i], tokens, complete)
+        fine = fine and reads_back(run.tokenizer, tokens, template)
         margin = margins[i].item()
         choice = recommend(margin, threshold, fine)
         refined.append(Refined(text, choice, margin, logps[i].item()))
@@ -196,7 +202,7 @@ def write_curated(path, lower, ranked, buffer, current, refined):
 
     def line(p):
         row = lower[p]
-        entry = {name: row[name] for name in ("row_id", "hash", "prompt", "response")}
+        entry = {name: row[name] for name in (*KEY, "prompt", "response")}
         entry |= {name: values[p].item() for name, values in ranked.items()}
         entry |= {
             "refined": None,

@@ -1,9 +1,10 @@
-"""Looking at finished runs: the command line of `evaluation`.
+"""Looking at finished runs, and at data before one: the command line of `evaluation`.
 
 python eval.py compare RUN [RUN ...]                one table, seeds as mean and std
-python eval.py report RUN [RUN ...] --out out.html  one page to look at
-python eval.py keep RUN --keep-fraction 0.7         another share of kept rows, no training
-python eval.py export RUN|FILE --format messages    curated rows for another trainer
+python eval.py report RUN [RUN ...]                 one page to look at
+python eval.py keep RUN|RANKING --keep-fraction 0.7 another share of kept rows, no training
+python eval.py export RUN|RANKING --format messages its rows for another trainer
+python eval.py trusted --lower A --upper B --model M   is the trusted set any good?
 python eval.py losses RUN [--rows FILE]             before and after, on every set; row by row
 python eval.py ranking RUN [RUN ...]                top and bottom 10 % over the epochs
 python eval.py qa RUN|MODEL --tasks arc_easy,piqa   zero-shot questions
@@ -22,6 +23,7 @@ from evaluation import (
     qa,
     rankings,
     report,
+    trusted,
     winrate,
 )
 from evaluation.runs import Run
@@ -42,11 +44,6 @@ def run_keep(args):
     print(rankings.rethreshold(args.run, args.keep_fraction, args.out, args.by))
 
 
-def run_export(args):
-    """The rows of a run's curated.jsonl as a file for a trainer."""
-    print(export.export(args.run, args.format, args.out))
-
-
 def run_ranking(args):
     """The top and bottom tenth of the rows over the epochs."""
     rankings.print_rankings(runs_of(args))
@@ -60,7 +57,7 @@ def add_command(commands, name, call, several=False):
     if several:
         parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     else:
-        parser.add_argument("run", metavar="RUN", help="run folder")
+        parser.add_argument("run", metavar="RUN", help="run folder, or a file of it")
     return parser.add_argument
 
 
@@ -69,26 +66,55 @@ def add_readers(commands):
     add = add_command(commands, "compare", comparison.run_compare, several=True)
     add("--json", help="also write the numbers, intervals included")
     add = add_command(commands, "report", run_report, several=True)
-    add("--out", default="report.html", help="the page (report.html)")
+    add("--out", help="the page (report.html in the run, or in the folder of several)")
     add("--row-tests", metavar="RANKING", help="a ranking with reasons, by row_tests")
     add = add_command(commands, "keep", run_keep)
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
     add(
         "--by",
-        choices=("weight", "final"),
-        default="weight",
-        help="rank by the weight, or by the loss under the final model",
+        metavar="COLUMN",
+        default="rank",
+        help="a column of the ranking; large is good, in losses and ranks small is (rank)",
     )
     add("--out", help="file to write (kept.jsonl in a run, else NAME.kept.jsonl)")
-    add = add_command(commands, "export", run_export)
+    add = add_command(commands, "export", export.run_export)
+    add(
+        "--lower",
+        nargs="+",
+        metavar="FILE",
+        help="where the sources are now, if they were moved",
+    )
+    add("--lower-columns", help="names of unknown columns, as in training")
     add(
         "--format",
         choices=export.FORMATS,
-        required=True,
-        help="pairs: new over original",
+        default="prompt-completion",
+        help="pairs: new over original answers (default: %(default)s)",
     )
-    add("--out", help="file to write (curated.FORMAT.jsonl beside curated.jsonl)")
+    add("--all", action="store_true", help="rows that are not kept as well")
+    add(
+        "--resample",
+        action="store_true",
+        help="the weight as a number of copies, for trainers without weights",
+    )
+    add("--seed", type=int, default=0, help="of --resample (0)")
+    add("--out", help="file to write (NAME.FORMAT.jsonl beside the ranking)")
     add_command(commands, "ranking", run_ranking, several=True)
+
+
+def add_trusted(commands):
+    """The command that looks at data before any run."""
+    text = trusted.run_trusted.__doc__.splitlines()[0]
+    parser = commands.add_parser("trusted", help=text, description=text)
+    parser.set_defaults(call=trusted.run_trusted)
+    add = parser.add_argument
+    for level, what in (("lower", "noisy"), ("upper", "trusted")):
+        add(f"--{level}", nargs="+", required=True, help=f"{what} rows, as in training")
+        add(f"--{level}-columns", help="names of unknown columns, as in training")
+    add("--model", required=True, help="base model: hub name or local folder")
+    add("--template", help="plain template, as in training")
+    add("--max-length", type=int, default=2048, help="tokens a row (2048)")
+    add("--seed", type=int, default=0)
 
 
 def add_models(commands):
@@ -119,6 +145,7 @@ def parse_args(argv=None):
     parser = argparse.ArgumentParser(description="Look at finished runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_readers(commands)
+    add_trusted(commands)
     add_models(commands)
     return parser.parse_args(argv)
 

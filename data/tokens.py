@@ -25,6 +25,7 @@ the paper leaves open, made here:
 import itertools
 import json
 import random
+import re
 import unicodedata
 from dataclasses import dataclass
 from operator import itemgetter
@@ -38,12 +39,14 @@ from data.sources import find_parts, read_part, source_stamp
 from data.templates import (
     TEMPLATE,
     Encoder,
-    chat_segments,
-    plain_segments,
-    special_tokens,
+    around_answer,
+    markers,
+    segments_of,
+    special_strings,
     split_template,
+    template_parts,
 )
-from utils import UserError, content_hash, first_line, write_atomic
+from utils import UserError, content_hash, write_atomic
 
 FORMAT = 12  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
@@ -58,8 +61,8 @@ COUNTS = (  # of a report
     "numbers",
     "greetings",
     "ends",
-    "control_text",
     "renamed",
+    "control_text",
 )
 TYPES = {
     "source": "string",
@@ -246,6 +249,7 @@ class Reader:
         self.settings = settings
         self.source = source
         self.encoder = Encoder(tokenizer)
+        self.markers = markers(tokenizer)
         self.notes = layouts.Notes()
         self.extras = set()
         self.report = dict.fromkeys(COUNTS, 0) | {"set_aside": []}
@@ -335,20 +339,9 @@ class Reader:
         layouts.check_usable(messages, given)
         protect = self.encoder.protect
         shown = [turn | {"content": protect(turn["content"])} for turn in messages]
-        try:
-            if settings.template:
-                segments = plain_segments(shown, settings.template, settings.turns)
-            else:
-                segments = chat_segments(shown, self.tokenizer, settings.turns, place)
-        except UserError:
-            raise
-        except (
-            Exception
-        ) as error:  # a template is a program; it may not know a role, or be broken
-            raise layouts.Unusable(
-                f"the template refuses it: {first_line(error)}"
-            ) from error
+        segments = segments_of(shown, self.tokenizer, settings.template, settings.turns)
         prompt = layouts.transcript(messages[:-1])
+        self.report["control_text"] += bool(self.markers.search(prompt))
         normal = " ".join(unicodedata.normalize("NFC", prompt).split())
         self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
         self.extras.update({*LABELS} & row.keys())
@@ -372,10 +365,11 @@ class Reader:
     def _tokenise(self, records):
         """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
         max_length = self.settings.max_length
-        ends = end_ids(self.tokenizer)
+        template = self.settings.template
+        ends = _end_ids(self.tokenizer, template)
         # Every source starts alike: with a BOS if the tokenizer adds one, or the template's own.
         start = self.tokenizer("a")["input_ids"][:1]
-        if not self.settings.template or start != [self.tokenizer.bos_token_id]:
+        if not template or start != [self.tokenizer.bos_token_id]:
             start = []
         heads = [record["segments"][0][0] for record in records]
         texts = [text for record in records for text, _ in record["segments"][1:]]
@@ -385,9 +379,12 @@ class Reader:
             ids = start + head
             prompt_tokens = len(ids)
             trained = [0] * prompt_tokens
-            for _, loss in record.pop("segments")[1:]:
+            segments = record.pop("segments")
+            for number, (_, loss) in enumerate(segments[1:], 2):
                 tokens = next(continuations)
-                if loss and (not tokens or tokens[-1] not in ends):
+                # A chat template ends the turns between as it likes.
+                is_end = loss and (template or number == len(segments))
+                if is_end and (not tokens or tokens[-1] not in ends):
                     tokens = [*tokens, self.tokenizer.eos_token_id]
                 ids += tokens
                 trained += [loss] * len(tokens)
@@ -415,23 +412,36 @@ def _flag(value):
 # --- of tokens and rows ---------------------------------------------------------------------------
 
 
-def end_ids(tokenizer):
-    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {
-        tokenizer.eos_token_id
-    }
+def end_ids(tokenizer, template=None):
+    """Token ids that end an answer: EOS, and the control tokens that a template writes behind it.
+
+    template: as `load_rows` takes it.
+    """
+    return _end_ids(tokenizer, template_parts(tokenizer, template))
+
+
+def _end_ids(tokenizer, parts):
+    _, end = around_answer(tokenizer, parts)
+    written = re.findall(special_strings(tokenizer), end)
+    return {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(written)}
 
 
 def show_example(row, tokenizer):
-    """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
-    text = ""
+    """The text of a row as the model sees it, for a terminal.
+
+    Trained tokens stand between ⟦ and ⟧. What looks like a control token and is ordinary text
+    stands behind a backslash.
+    """
+    encoder = Encoder(tokenizer)
+    pattern = markers(tokenizer)
+    shown = ""
     tokens = zip(row["trained"], row["input_ids"], strict=True)
     for trained, group in itertools.groupby(tokens, key=itemgetter(0)):
-        run = tokenizer.decode(
-            [token for _, token in group], clean_up_tokenization_spaces=False
-        )
-        text += f"⟦{run}⟧" if trained else run
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+        run = ""
+        for text, control in encoder.runs([token for _, token in group]):
+            run += text if control else pattern.sub(r"\\\g<0>", text)
+        shown += f"⟦{run}⟧" if trained else run
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in shown)
 
 
 def empty_prompt(prompts):
@@ -443,14 +453,28 @@ def empty_prompt(prompts):
 
 
 def response_text(tokenizer, ids, template=None):
-    """The text of a generated answer, without what a plain template writes behind every response.
+    """The text of a generated answer, without what a template writes around every answer.
 
-    template: as `load_rows` takes it. Cut at the very end only: an answer may hold the same text.
+    template: as `load_rows` takes it. What stands in front of an answer, such as an empty think
+    block or a channel's header, is cut at the very beginning, and what stands behind it at the very
+    end: an answer may hold the same text.
     """
-    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    if template is None:  # a chat template, or TEMPLATE, ends with the response
-        return text
-    end = split_template(template)[2]
-    for special in special_tokens(tokenizer).values():
-        end = end.replace(special, "")
-    return text.removesuffix(end.strip()).strip()
+    encoder = Encoder(tokenizer)
+    return encoder.bare(encoder.answer(ids, template_parts(tokenizer, template))).strip()
+
+
+def reads_back(tokenizer, ids, template=None):
+    """Whether a generated answer is one text that trains as itself: its row would read the same.
+
+    False for an empty answer, for one with control tokens inside, such as a second channel, and for
+    one that begins or ends twice. ids, template: see `response_text`.
+    """
+    encoder = Encoder(tokenizer)
+    parts = template_parts(tokenizer, template)
+    text = encoder.answer(ids, parts)
+    if not text or encoder.strings.search(text):
+        return False
+    messages = layouts.conversation({"prompt": ".", "response": text})
+    rendered = segments_of(messages, tokenizer, parts)[-1][0]
+    again = encoder.encode([rendered], continued=True)[0]
+    return encoder.answer(again, parts) == text

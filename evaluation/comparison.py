@@ -47,6 +47,8 @@ def without_seed(value, seed):
 
     Files that are made anew for every seed are the same source.
     """
+    if isinstance(value, list):
+        return [without_seed(item, seed) for item in value]
     if not isinstance(value, str):
         return value
     return re.sub(rf"(?<!\d){seed}(?!\d)", "SEED", value)

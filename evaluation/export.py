@@ -1,69 +1,204 @@
-"""The curated rows of a finished online run, in layouts that other trainers load unchanged."""
+"""The rows of a run or a ranking as a file for another trainer: `python eval.py export`.
 
+A ranking holds keys and no texts, so the sources are read again. Each row must still have the hash
+that the ranking names. What belongs into the file and what counts how much:
+
+    rows        those that the ranking keeps, and those whose new answer a run recommends
+    weight      the ranking's own, mean one over what is written; one where it has none
+    --resample  the weight as a number of copies, for trainers that know no weights
+"""
+
+import random
 from pathlib import Path
 
-from data.layouts import conversation
-from evaluation.runs import check_output, each_curated
+import torch
+
+from data.layouts import conversation, transcript
+from data.tokens import read_messages
+from evaluation.runs import (
+    check_output,
+    is_rewritten,
+    names_of,
+    read_config,
+    read_ranking,
+)
+from evaluation.texts import show_table
 from runtime.command import reading
 from utils import UserError, write_jsonl
 
-FORMATS = ("alpaca", "prompt-completion", "messages", "pairs")
+FORMATS = ("prompt-completion", "messages", "alpaca", "pairs")
+RENDERED = ("tools", "chat_template_kwargs")  # columns that trainers give to the template
 
 
-def exported_row(entry, layout):
-    """A row of curated.jsonl in one of FORMATS; None if it does not belong into the file.
+# --- which rows -----------------------------------------------------------------------------------
 
-    A row belongs there if it is kept or its answer is rewritten; into pairs, if the new answer is
-    recommended and differs from the original one.
+
+def exported_lines(lines, layout, every):
+    """The lines of a ranking that belong into a file of this layout.
+
+    every: those that are not kept as well. Pairs are the rows whose recommended new answer differs
+    from the original one.
     """
-    rewritten = entry.get("recommended") == "refined"
     if layout == "pairs":
-        if not rewritten or entry["refined"] == entry["response"]:
-            return None
-    elif not entry["kept"] and not rewritten:
-        return None
-    response = entry["refined"] if rewritten else entry["response"]
-    messages = conversation(entry, response)
-    if layout == "alpaca":
-        return {"instruction": entry["prompt"], "input": "", "output": response}
-    if layout == "messages":
-        return {"messages": messages}
-    if layout == "prompt-completion":
-        return {"prompt": messages[:-1], "completion": messages[-1:]}
-    rejected = conversation(entry)[-1:]
-    return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+        return [
+            line
+            for line in lines
+            if is_rewritten(line) and line["refined"] != line["response"]
+        ]
+    return [line for line in lines if every or line["kept"] or is_rewritten(line)]
 
 
-def export(source, layout, out=None):
-    """Write the rows of a curated.jsonl, or of a run's, that are kept or whose answer is rewritten.
+def mean_one_weights(lines):
+    """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none."""
+    if "weight" not in lines[0]:
+        return torch.ones(len(lines), dtype=torch.float64)
+    weights = torch.tensor([line["weight"] for line in lines], dtype=torch.float64)
+    if not (weights >= 0).all() or not weights.sum() > 0:
+        raise ValueError("its weights are negative, missing or all zero")
+    return weights / weights.mean()
 
-    Conversations keep their turns. Prompt and completion are lists of messages, since trainers join
-    two texts without a space between them. Only alpaca has no turns and takes a transcript. In
-    pairs the new answer is chosen and the original one rejected, for DPO. Returns one line: how
-    many rows were written, and how many of them are transcripts.
+
+def copies_of(weights, seed):
+    """How often to write each row, (n,) int64: the expected number is its weight (n,).
+
+    Systematic resampling (Carpenter et al. 1999) with one seeded draw: each number differs from the
+    weight by less than one, and their sum from that of the weights.
     """
-    source = Path(source)
-    if source.is_dir():
-        source = source / "curated.jsonl"
-    out = Path(out) if out else source.with_suffix(f".{layout}.jsonl")
-    check_output(out, source, source.parent)
-    rows, transcripts = [], 0
-    with reading(source):
-        for entry in each_curated(source):
-            row = exported_row(entry, layout)
-            if row is not None:
-                rows.append(row)
-                transcripts += bool(entry.get("messages"))
-    if not rows:
+    edges = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
+    return (edges + random.Random(seed).random()).floor().diff().long()
+
+
+# --- where they come from -------------------------------------------------------------------------
+
+
+def file_of(name, sources, files):
+    """Where the source `name` of a ranking is read; files: those of --lower, which were moved."""
+    if not files:
+        return name
+    same = [file for file in files if Path(file).name == Path(name).name]
+    if len(sources) == len(files) == 1:
+        same = files
+    if len(same) != 1:
         raise UserError(
-            f"{source}: holds no row for --format {layout}: none is kept or rewritten "
-            "(pairs: none has a recommended new answer)"
+            f"--lower: {len(same)} of the {len(files)} files have the name of the source "
+            f"{name}; name a file for each of {', '.join(sources)}"
         )
+    return same[0]
+
+
+def source_rows(lines, columns, files):
+    """Yield (place in `lines`, `SourceRow`) of each line, in the order of the sources.
+
+    `UserError` where a row is no longer in its source with the text that the ranking knows.
+    """
+    by_source = {}
+    for place, line in enumerate(lines):
+        by_source.setdefault(line["source"], {})[line["row_id"]] = place
+    for name, places in by_source.items():
+        file = file_of(name, by_source, files)
+        for row in read_messages(file, columns):
+            place = places.pop(row.row_id, None)
+            if place is None:
+                continue
+            if row.hash != lines[place]["hash"]:
+                raise UserError(
+                    f"{file} row {row.row_id}: has hash {row.hash}, the ranking has "
+                    f"{lines[place]['hash']}: the file has changed since, or is another one"
+                )
+            yield place, row
+        if places:
+            raise UserError(
+                f"{file} row {min(places)}: is not there, or holds nothing to train on "
+                f"({len(places)} such rows of the ranking); --lower names a file that was moved"
+            )
+
+
+# --- a row of the file ----------------------------------------------------------------------------
+
+
+def exported_row(line, row, layout):
+    """A `SourceRow` in one of FORMATS, with the answer that its line of the ranking recommends.
+
+    Prompt and completion are lists of messages, since trainers join two texts without a space
+    between them. Only alpaca has no turns and takes a transcript.
+    """
+    answer = line["refined"] if is_rewritten(line) else None
+    messages = conversation({"messages": row.messages}, answer)
+    prompt, last = messages[:-1], messages[-1:]
+    if layout == "alpaca":
+        output = last[0]["content"]
+        return {"instruction": transcript(prompt), "input": "", "output": output}
+    rendered = {name: row.given[name] for name in RENDERED if name in row.given}
+    if layout == "messages":
+        return {"messages": messages, **rendered}
+    if layout == "prompt-completion":
+        return {"prompt": prompt, "completion": last, **rendered}
+    return {"prompt": prompt, "chosen": last, "rejected": row.messages[-1:], **rendered}
+
+
+def mixer_table(lines, chosen, weights):
+    """Print what each source gives: rows of the ranking, kept and written ones, and its share."""
+    counts = {}
+    for line in lines:
+        count = counts.setdefault(line["source"], [0, 0, 0, 0.0])
+        count[0] += 1
+        count[1] += line["kept"]
+    for line, weight in zip(chosen, weights.tolist(), strict=True):
+        counts[line["source"]][2] += 1
+        counts[line["source"]][3] += weight / len(chosen)
+    header = ["source", "rows", "kept", "exported", "share of the weight"]
+    show_table(header, [[str(name), *count] for name, count in counts.items()])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def read_lines(path, files):
+    """(lines, args): a ranking whose every line names its source; arguments of a run beside it."""
+    args = {}
+    if path.with_name("config.json").exists():
+        args = read_config(path.parent)["args"]
+    lines = read_ranking(path)
+    if "source" not in lines[0]:
+        known = names_of(args.get("lower")) or files
+        if len(known) != 1:
+            raise UserError(f"{path}: names no source; name its one file with --lower")
+        lines = [line | {"source": known[0]} for line in lines]
+    return lines, args
+
+
+def run_export(args):
+    """Kept rows of a run or a ranking as a file for another trainer."""
+    path = Path(args.run)
+    if path.is_dir():
+        path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
+    out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
+    files = names_of(args.lower)
+    lines, run_args = read_lines(path, files)
+    with reading(path):
+        check_output(out, path, path.parent, *files, *{line["source"] for line in lines})
+        chosen = exported_lines(lines, args.format, args.all)
+        if not chosen:
+            raise UserError(
+                f"{path}: holds no row for --format {args.format}: none is kept or "
+                "rewritten (pairs: none has a recommended new answer)"
+            )
+        weights = mean_one_weights(chosen)
+    copies = copies_of(weights, args.seed).tolist()
+    columns = args.lower_columns or run_args.get("lower_columns")
+    rows, flattened = [], 0
+    for place, row in source_rows(chosen, columns, files):
+        exported = exported_row(chosen[place], row, args.format)
+        flattened += len(row.messages) > 2 or "tools" in row.given
+        if args.resample:
+            rows += [exported] * copies[place]
+        else:
+            rows.append(exported | {"weight": weights[place].item()})
     write_jsonl(out, rows)
-    words = f"{len(rows)} rows: {out}"
-    if transcripts and layout == "alpaca":
-        words += (
-            f"; {transcripts} rows are conversations, and alpaca has no turns: their "
+    mixer_table(lines, chosen, weights)
+    if flattened and args.format == "alpaca":
+        print(
+            f"{flattened} rows have several turns or tools; alpaca has none of them, so their "
             "instruction is the transcript; --format messages keeps the turns"
         )
-    return words
+    print(f"{len(rows)} rows; train on {out}")

@@ -12,8 +12,8 @@ import models
 import utils
 from batches import mean_losses, row_losses
 from data import sets, tokens
-from evaluation.export import exported_row
-from evaluation.runs import Run, each_curated, read_json
+from data.layouts import conversation
+from evaluation.runs import Run, each_curated, is_rewritten, read_json
 from evaluation.texts import show_table
 from runtime import processes
 from runtime.command import reading
@@ -92,8 +92,12 @@ def refined_rows(run, tokenizer, context):
     curated = run.folder / "curated.jsonl"
     if not curated.exists():
         return None
-    rows = [exported_row(entry, "messages") for entry in each_curated(curated)]
-    rows = [row for row in rows if row is not None]
+    rows = []
+    for entry in each_curated(curated):
+        if is_rewritten(entry):
+            rows.append({"messages": conversation(entry, entry["refined"])})
+        elif entry["kept"]:
+            rows.append({"messages": conversation(entry)})
     length = min(run.args.max_length, context)
     return tokenised(rows, tokenizer, run.args.template, length)
 

@@ -56,12 +56,12 @@ RANKING_FIGURES = (
 
 
 def draw_plot(title, caption, curves, xlabel, ylabel):
-    """A <figure> of curves [(name, xs, ys)]; "" if none has a point. None leaves a point out."""
+    """A <figure> of curves [(name, xs, ys)], "" if none has two points; None leaves a point out."""
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(4.6, 2.9), layout="constrained").subplots()
     for name, xs, ys in curves:
-        if any(y is not None for y in ys):
+        if sum(y is not None for y in ys) > 1:
             name = one_line(name, NAME).replace(
                 "$", r"\$"
             )  # dollar signs would begin a formula

@@ -9,15 +9,52 @@ from ranking import auroc
 from runtime.command import reading
 from utils import UserError
 
+# A higher value of a column is better, except in these: losses, places, and what row tests measure.
+LOWER_IS_BETTER = {
+    "rank",
+    "loss",
+    "base_loss",
+    "final_loss",
+    "attainable_loss",
+    "ifd",
+    "surprise",
+    "end",
+    "relevance",
+    "fluency",
+    "slip",
+    "peak",
+    "repetition",
+    "echo",
+}
+
+
 # --- another threshold ----------------------------------------------------------------------------
 
 
-def rethreshold(source, fraction, out=None, by="weight"):
+def sort_by(rows, column):
+    """Sort the rows of a ranking by a numeric column, the best first; how, in words.
+
+    Rows without a number (None: it could not be measured) come last, in their order.
+    """
+    for row in rows:
+        value = row[column]
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            raise ValueError(f"column {column} holds {value!r}, which is no number")
+    sign = 1 if column in LOWER_IS_BETTER else -1
+    rows.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
+    missing = sum(row[column] is None for row in rows)
+    words = f"by {column}, {'smallest' if sign > 0 else 'largest'} first"
+    if missing:
+        words += f", {missing} rows without one last"
+    return words
+
+
+def rethreshold(source, fraction, out=None, by="rank"):
     """Write the best `fraction` of a run's ranking, or of a ranking file, best row first.
 
-    out: kept.jsonl in the run, NAME.kept.jsonl beside another NAME.jsonl. by: "weight" keeps the
-    file's own order, "final" takes the loss under the final model, smallest first (the paper's
-    implicit weight, Eq. explicit_data_logit). Returns one line: how many rows are kept.
+    out: kept.jsonl in the run, NAME.kept.jsonl beside another NAME.jsonl. by: a column; a higher
+    value is better, except in the columns of LOWER_IS_BETTER. Rows that a row tests' ranking flags
+    come last and are never kept. The other columns stay. Returns one line: how many rows are kept.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
@@ -29,26 +66,25 @@ def rethreshold(source, fraction, out=None, by="weight"):
         out = source.with_name(name)
     check_output(out, source, source.parent)
     rows = read_ranking(source)
-    if by == "final":
-        with reading(source):
-            rows.sort(key=lambda row: row["final_loss"])
-    limit = round(fraction * len(rows))
+    if by not in rows[0]:
+        raise UserError(f"--by {by}: {source} has the columns {', '.join(rows[0])}")
+    with reading(source):
+        how = sort_by(rows, by)
+    rows.sort(key=lambda row: row.get("reason") is not None)
+    flagged = sum(row.get("reason") is not None for row in rows)
+    limit = min(round(fraction * len(rows)), len(rows) - flagged)
     if not limit:
         raise UserError(
             f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept"
         )
     lines = []
     for rank, row in enumerate(rows, 1):
-        lines.append(
-            {
-                "row_id": row["row_id"],
-                "hash": row["hash"],
-                "rank": rank,
-                "kept": rank <= limit,
-            }
-        )
+        lines.append(row | {"rank": rank, "kept": rank <= limit})
     utils.write_jsonl(out, lines)
-    return f"kept {limit} of {len(rows)} rows: {out}, for --keep"
+    words = f"kept {limit} of {len(rows)} rows {how}"
+    if flagged:
+        words += f"; {flagged} rows look bad and are not kept"
+    return f"{words}: {out}, for --keep"
 
 
 # --- over the epochs ------------------------------------------------------------------------------

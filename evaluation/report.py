@@ -1,27 +1,73 @@
 """One page that shows what finished (or running) runs did: `python eval.py report RUN [RUN ...]`.
 
-The page is a single file: plots are pictures inside it, there is no script and no request. A
-content policy in the page forbids both, so text of a data set can do no harm even where escaping it
-failed. Every text of the data is escaped, direction-isolated and cut visibly. Texts come from the
-run folder alone, from shown.jsonl and curated.jsonl: the source may have changed, or be gone.
+The page is a single file: plots are pictures inside it, and it makes no request. Its one script,
+report.js, sorts and filters the table of rows. A content policy in the page forbids every other
+script and all requests, so text of a data set can do no harm even where escaping it failed. Every
+text of the data is escaped, direction-isolated and cut visibly. Texts come from the run folder, and
+from the sources where a row still has the hash that the run knows.
 """
 
+import base64
+import contextlib
+import hashlib
 import heapq
+import json
+import os
+import shlex
 from pathlib import Path
 
 import utils
+from data.layouts import transcript
+from data.tokens import read_messages
 from evaluation import plots
-from evaluation.comparison import check_same_data, comparison_cells, comparison_rows
-from evaluation.runs import check_output, each_curated, read_ranking
+from evaluation.comparison import (
+    check_same_data,
+    comparison_cells,
+    comparison_rows,
+    final_metrics,
+)
+from evaluation.runs import (
+    check_output,
+    each_curated,
+    is_rewritten,
+    key_of,
+    names_of,
+    read_ranking,
+)
 from evaluation.texts import escaped_html, html_table, one_line, plain
+from ranking import auroc
 from row_tests.look import REASONS
 from runtime.command import reading
 from utils import UserError, read_jsonl
 
 TEXT = 700  # characters of a prompt or an answer that are shown
+TABLE_TEXT = 300  # in the table of rows
+TABLE_ROWS = 5000
 EXAMPLES = 6  # rows shown at each end of the ranking
 STYLE = (Path(__file__).parent / "report.css").read_text()
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SCRIPT = (Path(__file__).parent / "report.js").read_text()
+SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    f"script-src 'sha256-{SCRIPT_HASH}'"
+)
+TABLE = (
+    "rank",
+    "kept",
+    "reason",
+    "prompt",
+    "answer",
+    "source",
+    "row_id",
+    "weight",
+    "base_loss",
+    "final_loss",
+    "surprise",
+    "kind",
+    "bad",
+    "hash",
+)
+COLUMN_OF = {"final": "final_loss", "base": "base_loss"}  # of an AUROC's name
 FACTS = ("rank", "row_id", "weight", "base_loss", "final_loss", "margin", "surprise")
 TAGS = ("reason", "kind", "masked", "bad")
 
@@ -55,25 +101,58 @@ def row_card(row, texts):
     )
 
 
-def shown_texts(run):
-    """{(row_id, hash): {"prompt": text, "response": text}} of the rows in shown.jsonl."""
-    path = run.folder / "shown.jsonl"
+def known_texts(run):
+    """{hash: {"prompt": text, "response": text}} of the run's rows, where a file still has them.
+
+    Rows in shown.jsonl, and those of the sources that are files beside us; a source that can no
+    longer be read is left out.
+    """
     texts = {}
+    path = run.folder / "shown.jsonl"
     if path.exists():
         with reading(path):
             for row in read_jsonl(path):
                 pair = {"prompt": row["prompt"], "response": row["response"]}
-                texts[row["row_id"], row["hash"]] = pair
+                texts[row["hash"]] = pair
+    hashes = {row["hash"] for row in run.rows or ()}
+    columns = getattr(run.args, "lower_columns", None)
+    with contextlib.suppress(UserError):
+        for source in filter(os.path.exists, names_of(run.args.lower)):
+            for row in read_messages(source, columns):
+                if row.hash in hashes:
+                    *prompt, answer = row.messages
+                    pair = {"prompt": transcript(prompt), "response": answer["content"]}
+                    texts[row.hash] = pair
     return texts
 
 
 def cards(rows, texts):
     """The cards of the first EXAMPLES of these rows, with the texts that are known."""
-    shown = [
-        row_card(row, texts.get((row["row_id"], row["hash"]), {}))
-        for row in rows[:EXAMPLES]
-    ]
-    return "".join(shown)
+    return "".join(row_card(row, texts.get(row["hash"], {})) for row in rows[:EXAMPLES])
+
+
+def rows_table(run, texts):
+    """The table of rows for report.js: all, or flagged ones and both ends, up to TABLE_ROWS."""
+    count = len(run.rows)
+    rows = sorted(run.rows, key=lambda row: min(row["rank"], count - row["rank"]))
+    rows.sort(key=lambda row: row.get("reason") is None)
+    rows = rows[:TABLE_ROWS]
+    lines = []
+    for row in rows:
+        pair = texts.get(row["hash"], {})
+        line = row | {"prompt": pair.get("prompt"), "answer": pair.get("response")}
+        for name, value in line.items():
+            if isinstance(value, str):
+                line[name] = value[:TABLE_TEXT]
+        lines.append(line)
+    columns = [name for name in TABLE if any(name in line for line in lines)]
+    values = [[line.get(name) for name in columns] for line in lines]
+    data = json.dumps({"columns": columns, "rows": values}).replace("<", "\\u003c")
+    return (
+        f"<h2>All rows</h2><p class='muted'>{len(rows)} of {count} rows. A click on a column's "
+        "name sorts, a click on a row shows its texts.</p><section class='rows'>"
+        f"<script type='application/json'>{data}</script></section>"
+    )
 
 
 def rows_section(run, texts):
@@ -81,13 +160,12 @@ def rows_section(run, texts):
     if not run.rows:
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     ordered = sorted(run.rows, key=lambda row: row["rank"])
-    page = f"<h3>Best rows</h3>{cards(ordered, texts)}"
+    page = rows_table(run, texts)
+    page += f"<h3>Best rows</h3>{cards(ordered, texts)}"
     page += f"<h3>Worst rows</h3>{cards(ordered[::-1], texts)}"
     curated = run.folder / "curated.jsonl"
     if curated.exists():
-        rewritten = (
-            row for row in each_curated(curated) if row.get("recommended") == "refined"
-        )
+        rewritten = filter(is_rewritten, each_curated(curated))
         page += "<h3>Recommended new answers of the largest margin</h3>"
         for row in heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"]):
             page += row_card(
@@ -98,6 +176,7 @@ def rows_section(run, texts):
                     "new answer": row["refined"],
                 },
             )
+        page += command_box("eval.py", "export", run.folder, "--format", "pairs")
     return page
 
 
@@ -109,9 +188,9 @@ def join_row_tests(run, file):
 
     `UserError` unless the ranking has every row of the run, by row_id and hash.
     """
-    tests = {row["row_id"]: row for row in read_ranking(file)}
+    tests = {key_of(row): row for row in read_ranking(file)}
     for row in run.rows or ():
-        tested = tests.get(row["row_id"], {})
+        tested = tests.get(key_of(row), {})
         if tested.get("hash") != row["hash"]:
             raise UserError(
                 f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
@@ -124,7 +203,7 @@ def join_row_tests(run, file):
         row["reason"], row["surprise"] = tested["reason"], tested["surprise"]
 
 
-def row_tests_section(run, texts):
+def row_tests_section(run, texts, file):
     """How many rows look bad by reason, how many of them the run keeps, and a few of them."""
     flagged = [row for row in run.rows if row["reason"]]
     counts = {}
@@ -134,12 +213,60 @@ def row_tests_section(run, texts):
         count[1] += 1
         count[2] += row["kept"]
     counts = sorted(counts.values(), key=lambda count: -count[1])
-    known = [row for row in flagged if (row["row_id"], row["hash"]) in texts]
+    known = [row for row in flagged if row["hash"] in texts]
     known.sort(key=lambda row: -row["surprise"])
+    words = ["train_offline.py", "--lower", *names_of(run.args.lower)]
+    words += ["--upper", *names_of(run.args.upper), "--model", run.args.model]
     return (
         f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
         + html_table(["the answers are", "rows", "of these kept by the run"], counts)
+        + "<p>Train without them, or export the rest:</p>"
+        + command_box(*words, "--keep", file)
+        + command_box("eval.py", "export", file)
         + cards(known, texts)
+    )
+
+
+# --- the best ranking -----------------------------------------------------------------------------
+
+
+def command_box(*words):
+    """A command to type, as text."""
+    line = shlex.join(["python", *map(str, words)])
+    return f"<pre>{escaped_html(one_line(line, limit=1000))}</pre>"
+
+
+def best_ranking(run, row_tests):
+    """Which ranking finds the bad rows best, where labels are known, and the command that takes it.
+
+    row_tests: a ranking that `join_row_tests` has joined, or None.
+    """
+    scores = {}
+    for key, value in final_metrics(run).items():
+        name, _, figure = key.partition("/")
+        if figure == "auroc" and name in ("weight", *COLUMN_OF) and value is not None:
+            scores[name] = value
+    if row_tests and all("bad" in row for row in run.rows):
+        surprise = [-row["surprise"] for row in run.rows]
+        value = auroc(surprise, [row["bad"] for row in run.rows])
+        if value is not None:
+            scores["row tests"] = value
+    if not scores:
+        words = (
+            f"No label says which ranking of {one_line(run.name)} is best. Its kept rows:"
+        )
+        box = command_box("eval.py", "export", run.folder)
+        return f"<p>{escaped_html(words)}</p>{box}"
+    names = sorted(scores, key=scores.get, reverse=True)
+    figures = ", ".join(f"{name} {scores[name]:.3f}" for name in names)
+    best = names[0]
+    source = row_tests if best == "row tests" else run.folder
+    words = ["eval.py", "export", source]
+    if best in COLUMN_OF:
+        words = ["eval.py", "keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
+    return (
+        f"<p><b>The best ranking of {escaped_html(one_line(run.name))} is {best}</b> (AUROC "
+        f"against the known labels: {figures}). Take it:</p>{command_box(*words)}"
     )
 
 
@@ -186,22 +313,27 @@ def subtitle(run):
 
 def run_section(run, row_tests):
     """Everything about one run."""
-    texts = shown_texts(run)
+    texts = known_texts(run)
     page = f"<p class='muted'>{escaped_html(subtitle(run))}</p>"
     page += html_table(*before_and_after(run))
     if row_tests and run.rows:
-        join_row_tests(run, row_tests)
-        page += row_tests_section(run, texts)
-    page += f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>'
+        page += row_tests_section(run, texts, row_tests)
     page += "<h2>Rows</h2>" + rows_section(run, texts)
+    page += f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>'
     page += folded_table("Final metrics", run.result or {})
     return page + folded_table("Configuration", vars(run.args) | run.config["environment"])
 
 
 def page_of(runs, row_tests):
     """The HTML of one or several runs."""
-    title = escaped_html(", ".join(one_line(run.name) for run in runs[:4]))
+    names = ", ".join(one_line(run.name) for run in runs[:4])
+    title = escaped_html(f"Data curation report: {names}")
     body = f"<h1>{title}</h1>"
+    for run in runs:
+        if run.rows:
+            if row_tests:
+                join_row_tests(run, row_tests)
+            body += best_ranking(run, row_tests)
     finished = [run for run in runs if run.result]
     if finished:
         rows = comparison_rows(finished)
@@ -221,12 +353,18 @@ def page_of(runs, row_tests):
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style></head>'
-        f"<body>{body}</body></html>\n"
+        f"<body>{body}<script>{SCRIPT}</script></body></html>\n"
     )
 
 
-def write_report(runs, out, row_tests=None):
-    """Write the page to `out`; returns one line with its path. row_tests: see `join_row_tests`."""
+def write_report(runs, out=None, row_tests=None):
+    """Write the page to `out`; returns one line with its path. row_tests: see `join_row_tests`.
+
+    Without `out` the page is report.html in the one run, or in the folder that holds all of them.
+    """
+    if out is None:
+        folders = [run.folder.absolute() for run in runs]
+        out = Path(os.path.commonpath(folders)) / "report.html"
     check_output(out, *(run.folder for run in runs), *filter(None, [row_tests]))
     check_same_data(runs)
     utils.write_atomic(out, plain(page_of(runs, row_tests)))

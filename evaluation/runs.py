@@ -35,6 +35,11 @@ SOURCES = (
 )  # arguments that name rows
 
 
+def names_of(sources):
+    """A list of sources, whether they are given as one string, as a list or not at all."""
+    return [sources] if isinstance(sources, str) else list(sources or ())
+
+
 # --- one reader a file kind -----------------------------------------------------------------------
 
 
@@ -99,6 +104,11 @@ def check_count(path, count):
             )
 
 
+def key_of(row):
+    """What names a row of a ranking; rankings of older runs name no source."""
+    return row.get("source"), row["row_id"]
+
+
 def read_ranking(path):
     """Rows of `weights.jsonl`, `kept.jsonl` or another ranking, best row first.
 
@@ -107,13 +117,18 @@ def read_ranking(path):
     rows = read_jsonl(path)
     check_count(path, len(rows))
     with reading(path):
-        names = {row["row_id"]: row["hash"] for row in rows}
+        names = {key_of(row): row["hash"] for row in rows}
         rows.sort(key=lambda row: row["rank"])
     if len(names) < len(rows):
         raise UserError(f"{path}: a row_id stands in the file twice; rank again")
     if not rows:
         raise UserError(f"{path}: holds no rows")
     return rows
+
+
+def is_rewritten(entry):
+    """Whether a line of `curated.jsonl` recommends its new answer; no other ranking has one."""
+    return entry.get("recommended") == "refined"
 
 
 def each_curated(path):
@@ -167,11 +182,14 @@ class Run:
 
     @functools.cached_property
     def rows(self):
-        """Rows of weights.jsonl in the order of omega, which is that of row_id; or None."""
+        """Rows of weights.jsonl in the order of omega: by source, then by row_id; or None."""
         path = self.folder / "weights.jsonl"
         if self.result is None or not path.exists():
             return None
-        return sorted(read_ranking(path), key=lambda row: row["row_id"])
+        places = {name: place for place, name in enumerate(names_of(self.args.lower))}
+        rows = read_ranking(path)
+        rows.sort(key=lambda row: (places.get(row.get("source"), 0), row["row_id"]))
+        return rows
 
     @functools.cached_property
     def omegas(self):
@@ -222,7 +240,8 @@ def check_output(path, *inputs):
         if (folder / "config.json").exists():
             arguments = read_json(folder / "config.json").get("args", {})
             protected += [folder / name for name in RUN_FILES]
-            protected += [Path(arguments[name]) for name in SOURCES if arguments.get(name)]
+            for level in SOURCES:
+                protected += map(Path, names_of(arguments.get(level)))
     for file in protected:
         if file.resolve() == path.resolve():
             raise UserError(f"{path}: would overwrite {file}; choose another file")

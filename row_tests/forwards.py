@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import detect
 from batches import answer_row, row_losses, take, token_groups, tokens_only
 from data.tokens import end_ids
+from generate import is_copy, repetition
 from logprobs import pack, token_logps
 from models import context_length
 from ranking import behind_blank
@@ -146,11 +147,11 @@ def read_numbers(reader, rows, blank, label=None):
         for turn, behind in zip(turns, read_turns(reader.model, alone, ()), strict=True):
             texts = [reader.text_of(token) for token in turn.answer]
             numbers = detect.row_numbers(
-                turn.prompt,
-                turn.answer,
                 turn.given,
                 behind.given[: len(turn.given)],
                 turn.given_end,
+                repetition(turn.answer),
+                is_copy(turn.answer, turn.prompt),
                 telling_places(texts),
             )
             numbers["loss"] = turn.loss

@@ -1,5 +1,7 @@
 """Run folders as the training scripts write them, without training; harmful text; parsed pages."""
 
+import base64
+import hashlib
 import html.parser
 import json
 import re
@@ -131,17 +133,24 @@ def add_texts(folder, text, entries):
 
 
 class Page(html.parser.HTMLParser):
-    """Tags, attributes and text of a page, and whether every tag that was opened is closed."""
+    """Tags, attributes and text of a page, and whether every tag that was opened is closed.
+
+    tables: what the scripts of data hold; scripts: those that run.
+    """
 
     def __init__(self, text):
         super().__init__()
         self.tags, self.attributes, self.text, self.open = set(), [], [], []
+        self.tables, self.scripts = [], []
         self.feed(text)
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):
         self.tags.add(tag)
         self.attributes += attributes
+        if tag == "script":
+            is_data = attributes == [("type", "application/json")]
+            self.target = self.tables if is_data else self.scripts
         if tag not in ("meta", "link", "img"):
             self.open.append(tag)
 
@@ -149,11 +158,14 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self.open[-1:] == ["script"]:
+            self.target.append(data)
+        else:
+            self.text.append(data)
 
 
 def make_page(tmp_path, *folders, row_tests=None):
-    """(HTML, its text) of a report; whatever its rows hold, it can do nothing."""
+    """(HTML, `Page`, its text) of a report; whatever its rows hold, only our script can run."""
     out = tmp_path / "out" / "page.html"
     words = ["report", *map(str, folders), "--out", str(out)]
     if row_tests:
@@ -161,11 +173,15 @@ def make_page(tmp_path, *folders, row_tests=None):
     front.main(words)
     text = out.read_text(encoding="utf-8")
     page = Page(text)
-    assert not page.tags & {"script", "iframe", "a", "object", "form", "base", "svg"}
+    assert not page.tags & {"iframe", "a", "object", "form", "base", "svg"}
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     for name, value in page.attributes:
         if name in ("src", "href", "action"):
             assert value.startswith("data:")
     assert not re.search(r"https?://|url\(", text)
-    assert "default-src 'none'" in text
-    return text, " ".join(page.text)
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert f"{policy}; script-src 'sha256-{digest}'" in text
+    page.tables = [json.loads(table) for table in page.tables]
+    return text, page, " ".join(page.text)

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
 import eval as front
-import utils
 from data import layouts, tokens
-from evaluation.export import FORMATS, export
+from evaluation.export import FORMATS, copies_of
 
 TURNS = ("messages", "prompt-completion")  # formats that keep them
 COLUMNS = ("input_ids", "trained", "hash", "prompt", "response", "messages")
@@ -65,10 +64,30 @@ def bent(monkeypatch):
     return bend
 
 
-def exported(run, layout):
-    """The file that an export of a run makes."""
-    export(run.out, layout)
-    return run.out / f"curated.{layout}.jsonl"
+@pytest.fixture
+def export(capfd):
+    """export(run or ranking, *flags) -> (its file, what was printed)."""
+
+    def call(source, *words):
+        capfd.readouterr()
+        front.main(["export", str(source), *map(str, words)])
+        text = capfd.readouterr().out
+        return text.splitlines()[-1].partition("train on ")[2], text
+
+    return call
+
+
+def ranking_of(tmp_path, sources, **columns):
+    """ranking.jsonl of the rows of some files, in their order; columns: {name: a value a row}."""
+    lines = []
+    for source in sources:
+        for row in tokens.read_messages(source):
+            key = {"source": str(source), "row_id": row.row_id, "hash": row.hash}
+            lines.append(key | {"rank": len(lines) + 1, "kept": True})
+    for name, values in columns.items():
+        for line, value in zip(lines, values, strict=True):
+            line[name] = value
+    return write_rows(tmp_path / "ranking.jsonl", lines)
 
 
 def as_trainer(file, tmp_path):
@@ -84,25 +103,23 @@ def as_trainer(file, tmp_path):
 @pytest.mark.parametrize("layout", TURNS)
 @pytest.mark.parametrize("model", ["llama", "neox"])
 def test_unchanged_answers_have_the_tokens_of_the_original_rows(
-    curated, tmp_path, folders, layout, model
+    curated, export, tmp_path, folders, layout, model
 ):
     """Read with `datasets`, as a trainer does, and by our own reader: token by token."""
     run = curated(model=model)
     tokenizer = AutoTokenizer.from_pretrained(folders[model])
-    before, _ = tokens.load_rows(
-        tmp_path / "talks.jsonl", tokenizer, cache_dir=tmp_path / "c"
-    )
+    options = {"cache_dir": tmp_path / "c"}
+    before, _ = tokens.load_rows(tmp_path / "talks.jsonl", tokenizer, **options)
     assert {entry["recommended"] for entry in run.curated} <= {"original", "undecided"}
-    places = {row_id: place for place, row_id in enumerate(before["row_id"])}
-    expected = before.select([places[entry["row_id"]] for entry in run.curated])
-    file = exported(run, layout)
+    file, _ = export(run.out, "--format", layout)
     again = write_rows(tmp_path / "again.jsonl", list(as_trainer(file, tmp_path)))
     for source in (file, again):
-        rows, report = tokens.load_rows(source, tokenizer, cache_dir=tmp_path / "c")
-        assert report["layout"] == layout.replace("-", "/")
+        rows, _ = tokens.load_rows(source, tokenizer, **options)
         for column in COLUMNS:
-            assert list(rows[column]) == list(expected[column]), column
+            assert list(rows[column]) == list(before[column]), column
 
+
+# --- by hand --------------------------------------------------------------------------------------
 
 EXCHANGE = [user("p"), assistant("r")]
 TALK = [
@@ -111,75 +128,184 @@ TALK = [
     assistant("6"),
     user("minus 1?"),
 ]
+TRANSCRIPT = layouts.transcript(TALK)
+TOOLS = '[{"name": "clock"}]'
 BY_HAND = {
     "alpaca": [
         {"instruction": "p", "input": "", "output": "r"},
-        {"instruction": "transcript", "input": "", "output": "5"},
+        {"instruction": TRANSCRIPT, "input": "", "output": "5"},
     ],
     "prompt-completion": [
         {"prompt": EXCHANGE[:1], "completion": EXCHANGE[1:]},
-        {"prompt": TALK, "completion": [assistant("5")]},
+        {"prompt": TALK, "completion": [assistant("5")], "tools": TOOLS},
     ],
-    "messages": [{"messages": EXCHANGE}, {"messages": [*TALK, assistant("5")]}],
-    "pairs": [{"prompt": TALK, "chosen": [assistant("5")], "rejected": [assistant("4")]}],
+    "messages": [
+        {"messages": EXCHANGE},
+        {"messages": [*TALK, assistant("5")], "tools": TOOLS},
+    ],
+    "pairs": [
+        {
+            "prompt": TALK,
+            "chosen": [assistant("5")],
+            "rejected": [assistant("4")],
+            "tools": TOOLS,
+        }
+    ],
 }
 
 
+@pytest.fixture
+def by_hand(tmp_path):
+    """The ranking of a kept row, a rewritten conversation that is not kept, and two other rows."""
+    source = write_rows(
+        tmp_path / "rows.jsonl",
+        [
+            {"messages": EXCHANGE},
+            {"messages": [*TALK, assistant("4")], "tools": TOOLS},
+            {"messages": [user("q"), assistant("r")]},
+            {"messages": [user("p"), assistant("q")]},
+        ],
+    )
+    return ranking_of(
+        tmp_path,
+        [source],
+        kept=[True, False, False, False],
+        weight=[0.5, 1.5, 4, 0],
+        recommended=["original", "refined", "undecided", "original"],
+        refined=["x", "5", "x", None],
+        response=["r", "4", "r", "q"],
+    )
+
+
 @pytest.mark.parametrize("layout", FORMATS)
-def test_formats_by_hand(tmp_path, capfd, layout):
-    """A kept row, a rewritten conversation that is not kept, and two rows that are left out."""
-    entries = [
-        {
-            "kept": True,
-            "recommended": "original",
-            "prompt": "p",
-            "response": "r",
-            "refined": "x",
-        },
-        {
-            "kept": False,
-            "recommended": "refined",
-            "prompt": "transcript",
-            "response": "4",
-            "refined": "5",
-            "messages": [*TALK, assistant("4")],
-        },
-        {
-            "kept": False,
-            "recommended": "undecided",
-            "prompt": "q",
-            "response": "r",
-            "refined": "x",
-        },
-        {
-            "kept": False,
-            "recommended": "original",
-            "prompt": "q",
-            "response": "r",
-            "refined": None,
-        },
-    ]
-    source = write_rows(tmp_path / "set.jsonl", entries)
-    front.main(["export", source, "--format", layout])
-    line = capfd.readouterr().out
-    file = tmp_path / f"set.{layout}.jsonl"
-    assert read_rows(file) == BY_HAND[layout]
-    assert line.startswith(f"{len(BY_HAND[layout])} rows: {file}")
-    assert ("1 rows are conversations" in line) == (layout == "alpaca")
+def test_formats_by_hand(by_hand, tmp_path, export, layout):
+    """Weights have mean one over what is written; system, earlier turns and tools survive."""
+    file, text = export(by_hand, "--format", layout)
+    assert file == str(tmp_path / f"ranking.{layout}.jsonl")
+    weights = [1.0] if layout == "pairs" else [0.5, 1.5]
+    expected = []
+    for row, weight in zip(BY_HAND[layout], weights, strict=True):
+        expected.append(row | {"weight": weight})
+    assert read_rows(file) == expected
+    assert f"{len(expected)} rows; train on {file}" in text
+    assert ("1 rows have several turns or tools" in text) == (layout == "alpaca")
 
 
-def text_of(row, layout):
-    """(prompt, response) of an exported row of one turn."""
-    if layout == "alpaca":
-        return row["instruction"], row["output"]
-    messages = row.get("messages") or row["prompt"] + row["completion"]
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    return tuple(message["content"] for message in messages)
+def test_all_rows_and_copies_by_hand(by_hand, export):
+    """--all writes what is not kept, --resample a row of weight 4 / 1.5 two or three times."""
+    rows = read_rows(export(by_hand, "--all")[0])
+    assert [row["weight"] for row in rows] == pytest.approx([1 / 3, 1, 8 / 3, 0])
+    file, _ = export(by_hand, "--all", "--resample", "--seed", 3)
+    prompts = [row["prompt"][-1]["content"] for row in read_rows(file)]
+    assert prompts.count("q") in (2, 3)
+    assert prompts.count("minus 1?") == 1
+    assert len(prompts) == 4
+    assert not any("weight" in row for row in read_rows(file))
+
+
+def test_eq_copies_are_the_weights_in_expectation():
+    weights = torch.tensor([0.2, 0.0, 2.75, 1.05, 1.0]).double()
+    copies = torch.stack([copies_of(weights, seed) for seed in range(2000)]).double()
+    assert ((copies - weights).abs() < 1).all()
+    assert set(copies.sum(dim=1).tolist()) <= {5.0, 6.0, 4.0}
+    torch.testing.assert_close(copies.mean(dim=0), weights, atol=0.03, rtol=0)
+    assert torch.equal(copies_of(weights, 7), copies_of(weights, 7))
+
+
+# --- several sources ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """(files, ranking) of two sources with the same row_ids; the second one is kept by half."""
+    (tmp_path / "b").mkdir()
+    first = write_rows(tmp_path / "a.jsonl", make_rows(4, seed=1))
+    alpaca = []
+    for row in make_rows(4, seed=2):
+        alpaca.append({"instruction": row["prompt"], "output": row["response"]})
+    second = write_rows(tmp_path / "b" / "rows.json", alpaca)
+    kept = [True] * 6 + [False] * 2
+    files = [first, second]
+    return files, ranking_of(tmp_path, files, kept=kept, weight=[1, 1, 1, 1, 4, 4, 9, 9])
+
+
+def test_sources_are_read_by_key_and_mixed_by_weight(mixed, export):
+    (first, second), ranking = mixed
+    file, text = export(ranking)
+    prompts = [row["prompt"][0]["content"] for row in read_rows(file)]
+    wanted = [row["prompt"] for row in read_rows(first)]
+    wanted += [row["instruction"] for row in read_rows(second)[:2]]
+    assert prompts == wanted
+    cells = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
+    assert cells[first] == ["4", "4", "4", "0.3333"]
+    assert cells[second] == ["4", "2", "2", "0.6667"]
+
+
+def test_moved_sources(mixed, tmp_path, export, refused):
+    """A file stands for the source of its name; what is no longer the same row is named."""
+    (first, second), ranking = mixed
+    before = read_rows(export(ranking)[0])
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in (first, second):
+        write_rows(moved / file.rpartition("/")[2], read_rows(file))
+    files = moved / "rows.json", moved / "a.jsonl"
+    (tmp_path / "a.jsonl").unlink()
+    assert "a.jsonl: no such file" in refused(lambda: export(ranking))
+    assert read_rows(export(ranking, "--lower", *files)[0]) == before
+    line = refused(lambda: export(ranking, "--lower", moved / "a.jsonl"))
+    assert f"0 of the 1 files have the name of the source {second}" in line
+    rows = read_rows(moved / "a.jsonl")
+    rows[2]["response"] = "another"
+    write_rows(moved / "a.jsonl", rows)
+    line = refused(lambda: export(ranking, "--lower", *files))
+    assert f"{moved / 'a.jsonl'} row 2: has hash" in line
+    write_rows(moved / "a.jsonl", rows[:2])
+    line = refused(lambda: export(ranking, "--lower", *files))
+    assert f"{moved / 'a.jsonl'} row 2: is not there" in line
+    assert "(2 such rows" in line
+
+
+# --- runs and rankings ----------------------------------------------------------------------------
+
+
+def test_an_offline_run_and_what_keep_makes_of_it(train, files, export):
+    """Its kept rows with their weights; another threshold leaves the weights of the others."""
+    run = train(files(lower=14), epochs=2, omega_lr=30, keep_fraction=0.5)
+    front.main(["keep", str(run.out), "--keep-fraction", "0.25", "--by", "final_loss"])
+    kept = read_rows(run.out / "kept.jsonl")
+    for source, ranking in ((run.out, run.weights), (run.out / "kept.jsonl", kept)):
+        chosen = sorted((r for r in ranking if r["kept"]), key=lambda row: row["row_id"])
+        mean = sum(row["weight"] for row in chosen) / len(chosen)
+        written = [row["weight"] for row in read_rows(export(source)[0])]
+        assert written == pytest.approx([row["weight"] / mean for row in chosen])
+
+
+def test_a_ranking_without_weights_and_columns_of_unknown_names(
+    rank, files, tmp_path, export, refused
+):
+    paths = files(lower=8)
+    rows = []
+    for row in read_rows(paths["lower"]):
+        rows.append({"q": row["prompt"], "a": row["response"]})
+    write_rows(paths["lower"], rows)
+    columns = "prompt=q,response=a"
+    ranked = rank("random", paths, keep_fraction=0.5, lower_columns=columns)
+    flags = ["--lower", paths["lower"], "--lower-columns", columns]
+    written = read_rows(export(ranked.file, *flags)[0])
+    assert [row["weight"] for row in written] == [1.0] * 4
+    kept = sorted(row["row_id"] for row in ranked.ranked if row["kept"])
+    assert [row["prompt"][0]["content"] for row in written] == [rows[n]["q"] for n in kept]
+    assert "unknown layout" in refused(lambda: export(ranked.file, *flags[:2]))
+    for line in ranked.ranked:
+        line.pop("source", None)
+    write_rows(ranked.file, ranked.ranked)
+    assert "names no source" in refused(lambda: export(ranked.file))
 
 
 @pytest.mark.parametrize("layout", ["alpaca", *TURNS])
-def test_our_reader_reads_what_a_run_exports(online, files, tmp_path, bent, layout):
-    """Kept or rewritten rows in rank order with the recommended response."""
+def test_our_reader_reads_what_a_run_exports(online, files, export, tmp_path, bent, layout):
+    """Kept or rewritten rows with the recommended response."""
     bent("refined", "original")
     run = online(
         files(lower=14, upper=6),
@@ -192,20 +318,19 @@ def test_our_reader_reads_what_a_run_exports(online, files, tmp_path, bent, layo
         max_new_tokens=12,
     )
     expected = []
-    for entry in run.curated:
+    for entry in sorted(run.curated, key=lambda entry: entry["row_id"]):
         if entry["recommended"] == "refined":
             expected.append((entry["prompt"], entry["refined"]))
         elif entry["kept"]:
             expected.append((entry["prompt"], entry["response"]))
     assert len({(entry["kept"], entry["recommended"]) for entry in run.curated}) == 4
-    file = exported(run, layout)
-    assert [text_of(row, layout) for row in read_rows(file)] == expected
-    loaded, _ = tokens.load_rows(file, make_tokenizer(), cache_dir=tmp_path / "cache")
-    hashes = [utils.content_hash(*texts) for texts in expected if texts[1].strip()]
-    assert list(loaded["hash"]) == hashes
+    file, _ = export(run.out, "--format", layout)
+    rows = tokens.load_rows(file, make_tokenizer(), cache_dir=tmp_path / "cache")[0]
+    texts = list(zip(rows["prompt"], rows["response"], strict=True))
+    assert texts == [pair for pair in expected if pair[1].strip()]
 
 
-def test_pairs_train_dpo(train, online, files, tmp_path, bent):
+def test_pairs_train_dpo(train, online, files, export, tmp_path, bent):
     """The new answer over the original of every rewritten row, kept or not; our loader reads both
     sides, conversations too."""
     bent("refined", "original", "undecided")
@@ -222,36 +347,39 @@ def test_pairs_train_dpo(train, online, files, tmp_path, bent):
         max_new_tokens=12,
     )
     rewritten = [entry for entry in run.curated if entry["recommended"] == "refined"]
-    file = exported(run, "pairs")
+    rewritten.sort(key=lambda entry: entry["row_id"])
+    file, _ = export(run.out, "--format", "pairs")
     pairs = read_rows(file)
     assert len(pairs) == len(rewritten) > 4
     for pair, entry in zip(pairs, rewritten, strict=True):
         assert pair["prompt"] == layouts.conversation(entry)[:-1]
         assert pair["chosen"] == [assistant(entry["refined"])]
         assert pair["rejected"] == [assistant(entry["response"])]
-    for side in ("chosen", "rejected"):
-        options = {"name": "upper", "side": side, "cache_dir": tmp_path / "cache"}
-        loaded, _ = tokens.load_rows(file, make_tokenizer(), **options)
-        assert set(loaded["response"]) <= {pair[side][0]["content"] for pair in pairs}
-        assert len(loaded) > 3
     rows = {
         "lower": write_rows(tmp_path / "new.jsonl", make_rows(8, seed=9)),
-        "upper": str(file),
+        "upper": file,
     }
     dpo = train(rows, out="dpo", upper_loss="dpo", batch=4, epochs=1)
     assert math.isfinite(dpo.result["upper_heldout"])
 
 
-def test_what_holds_no_row_leaves_no_file(tmp_path, refused):
+def test_what_holds_no_row_leaves_no_file(tmp_path, export, refused):
     """An answer over itself is no pair; a row that is neither kept nor rewritten is left out."""
-    entry = {"prompt": "p", "response": "r", "refined": "r", "recommended": "refined"}
-    file = write_rows(tmp_path / "set.jsonl", [entry | {"kept": False}])
-    assert "holds no row for --format pairs" in refused(lambda: export(file, "pairs"))
-    write_rows(file, [entry | {"kept": False, "recommended": "original"}])
-    assert "holds no row for --format messages" in refused(lambda: export(file, "messages"))
-    assert "No such file" in refused(lambda: export(tmp_path / "nowhere", "pairs"))
-    assert "'kept'" in refused(lambda: export(write_rows(file, [{"row_id": 1}]), "alpaca"))
-    assert listing(tmp_path) == ["set.jsonl"]
+    source = write_rows(tmp_path / "rows.jsonl", [{"prompt": "p", "response": "r"}])
+    columns = {"kept": [False], "refined": ["r"], "response": ["r"]}
+    file = ranking_of(tmp_path, [source], **columns, recommended=["refined"])
+    for flags in (["--format", "pairs"], []):
+        layout = flags[-1] if flags else "prompt-completion"
+        assert f"holds no row for --format {layout}" in refused(
+            lambda f=flags: export(file, *f)
+        )
+        ranking_of(tmp_path, [source], **columns)
+    assert "No such file" in refused(lambda: export(tmp_path / "nowhere"))
+    ranking_of(tmp_path, [source], weight=[-1])
+    assert "its weights are negative" in refused(lambda: export(file))
+    write_rows(file, [{"row_id": 1, "rank": 1, "hash": "h", "source": source}])
+    assert "'kept'" in refused(lambda: export(file))
+    assert listing(tmp_path) == ["ranking.jsonl", "rows.jsonl"]
 
 
 # --- TRL ------------------------------------------------------------------------------------------
@@ -278,12 +406,16 @@ def trl_trainer(file, tmp_path, folder, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TURNS)
-def test_trl_sees_the_turns_that_were_trained_on(curated, tmp_path, folders, layout):
+def test_trl_sees_the_turns_that_were_trained_on(
+    curated, export, tmp_path, folders, layout
+):
     """The rows of TRL's own data set, decoded: every turn, and a separator before the answer."""
     run = curated(model="neox")
-    trainer = trl_trainer(exported(run, layout), tmp_path, folders["neox"], max_steps=1)
+    file, _ = export(run.out, "--format", layout)
+    trainer = trl_trainer(file, tmp_path, folders["neox"], max_steps=1)
     tokenizer = AutoTokenizer.from_pretrained(folders["neox"])
-    for row, entry in zip(trainer.train_dataset, run.curated, strict=True):
+    entries = sorted(run.curated, key=lambda entry: entry["row_id"])
+    for row, entry in zip(trainer.train_dataset, entries, strict=True):
         text = tokenizer.apply_chat_template(layouts.conversation(entry), tokenize=False)
         assert tokenizer.decode(row["input_ids"]).strip().startswith(text.strip())
         mask = row.get("completion_mask")
@@ -295,11 +427,11 @@ def test_trl_sees_the_turns_that_were_trained_on(curated, tmp_path, folders, lay
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TURNS)
-def test_trl_trains_on_an_export(online, files, tmp_path, layout, folders):
+def test_trl_trains_on_an_export(online, files, export, tmp_path, layout, folders):
     """Three steps: finite losses, weights that move."""
     run = online(files(lower=12, upper=6), batch=6, epochs=1, keep_fraction=1.0)
     trainer = trl_trainer(
-        exported(run, layout),
+        export(run.out, "--format", layout)[0],
         tmp_path,
         folders["neox"],
         max_steps=3,

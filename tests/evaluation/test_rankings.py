@@ -20,12 +20,8 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     keep(run, 0.25)
     assert "kept 10 of 40 rows" in capfd.readouterr().out
     kept = read_rows(run / "kept.jsonl")
-    assert [set(row) for row in kept] == [{"row_id", "hash", "rank", "kept"}] * 40
-    ranking = read_rows(run / "weights.jsonl")
-    for row, entry in zip(kept, ranking, strict=True):
-        assert row["row_id"] == entry["row_id"]
-        assert row["hash"] == entry["hash"]
-        assert row["kept"] == (entry["rank"] <= 10)
+    for row, entry in zip(kept, read_rows(run / "weights.jsonl"), strict=True):
+        assert row == entry | {"kept": entry["rank"] <= 10}
     for fraction, words in (
         (0, "(0, 1]"),
         (1.5, "(0, 1]"),
@@ -49,15 +45,62 @@ def test_keep_counts_the_ranks_of_a_file_anew(tmp_path):
     assert [row["kept"] for row in kept] == [True] * 7 + [False]
 
 
-def test_keep_by_the_loss_of_the_final_model(tmp_path, refused):
-    """final_loss grows with the row_id."""
+def test_keep_by_any_column(tmp_path, capfd, refused):
+    """final_loss grows with the row_id, of losses the smallest is best; the direction is said."""
     run = fabricate(tmp_path / "run")
-    keep(run, 0.4, "--by", "final")
-    assert [row["row_id"] for row in read_rows(run / "kept.jsonl")] == list(range(40))
     rows = read_rows(run / "weights.jsonl")
+    for row in rows:
+        row["mark"] = row["row_id"] if row["row_id"] != 7 else None
+    write_rows(run / "weights.jsonl", rows)
+    for column, order, words in (
+        ("final_loss", list(range(40)), "by final_loss, smallest first: "),
+        (
+            "mark",
+            [*range(39, 7, -1), *range(6, -1, -1), 7],
+            "by mark, largest first, 1 rows without one last: ",
+        ),
+    ):
+        keep(run, 0.4, "--by", column)
+        assert [row["row_id"] for row in read_rows(run / "kept.jsonl")] == order
+        assert f"kept 16 of 40 rows {words}" in capfd.readouterr().out
+    assert "which is no number" in refused(lambda: keep(run, 0.4, "--by", "hash"))
+    line = refused(lambda: keep(run, 0.4, "--by", "nothing"))
+    assert "--by nothing: " in line
+    assert "final_loss" in line
     del rows[7]["final_loss"]
     write_rows(run / "weights.jsonl", rows)
-    assert "final_loss" in refused(lambda: keep(run, 0.4, "--by", "final"))
+    assert "final_loss" in refused(lambda: keep(run, 0.4, "--by", "final_loss"))
+
+
+def test_keep_never_keeps_a_row_that_looks_bad(tmp_path, capfd):
+    """Four of ten rows are flagged, the best one by loss among them."""
+    path = tmp_path / "ranking.jsonl"
+    lines = []
+    for n in range(10):
+        reason = "end" if n in (0, 3, 5, 9) else None
+        lines.append({"row_id": n, "hash": "h", "rank": n + 1, "loss": n, "reason": reason})
+    write_rows(path, lines)
+    for fraction, count in ((0.9, 6), (0.5, 5)):
+        keep(path, fraction, "--by", "loss")
+        kept = read_rows(tmp_path / "ranking.kept.jsonl")
+        assert [row["row_id"] for row in kept] == [1, 2, 4, 6, 7, 8, 0, 3, 5, 9]
+        assert sum(row["kept"] for row in kept) == count
+        assert "4 rows look bad and are not kept" in capfd.readouterr().out
+
+
+def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
+    """Rows of two sources share their row_ids; omega has the order of the command line."""
+    run = fabricate(tmp_path / "run", rows=8, lower=["z.jsonl", "a.jsonl"])
+    rows = read_rows(run / "weights.jsonl")
+    for row in rows:
+        row["source"] = ("z.jsonl", "a.jsonl")[row["row_id"] // 4]
+        row["row_id"] %= 4
+    write_rows(run / "weights.jsonl", rows)
+    hashes = [row["hash"] for row in Run(run).rows]
+    assert hashes == [f"{n:016x}" for n in range(8)]
+    keep(run, 0.5)
+    write_rows(run / "weights.jsonl", [*rows[:-1], rows[0]])
+    assert "stands in the file twice" in refused(lambda: keep(run, 0.5))
 
 
 def test_training_keeps_what_keep_kept(files, train, tmp_path):

@@ -1,5 +1,9 @@
 """The page and its limits: what it says, what hostile rows cannot do, short and bare runs."""
 
+import base64
+import hashlib
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -8,23 +12,26 @@ import pytest
 from conftest import read_rows, write_rows
 from fabricated import HOSTILE, add_texts, change_json, fabricate, make_page
 
+import eval as front
 from evaluation import report
+from utils import content_hash
 
 
 def test_report_of_a_real_offline_and_online_run(files, train, online, tmp_path):
     paths = files(lower=24, upper=24, heldout=6)
     first = train(paths, epochs=2)
     second = online(paths, out="online", epochs=2, k_gen=2)
-    text, words = make_page(tmp_path, first.out)
+    text, _, words = make_page(tmp_path, first.out)
     best = first.weights[0]
     assert f"rank 1 · row_id {best['row_id']} · weight {best['weight']:.3f}" in words
     source = read_rows(paths["lower"])[best["row_id"]]
     assert source["prompt"] in words
     assert source["response"] in words
-    assert text.count("<figure>") == 5  # no labels, no held-out lower rows
-    _, words = make_page(tmp_path, second.out)
+    # No labels, no held-out lower rows, and no overlap, which two epochs have once.
+    assert text.count("<figure>") == 4
+    _, _, words = make_page(tmp_path, second.out)
     assert "Importance ratios" in words
-    text, words = make_page(tmp_path, first.out, second.out)
+    text, _, words = make_page(tmp_path, first.out, second.out)
     assert "run, online" in words
     assert text.count("<details>") > 2
 
@@ -32,7 +39,7 @@ def test_report_of_a_real_offline_and_online_run(files, train, online, tmp_path)
 def test_what_a_page_says_of_a_run(tmp_path):
     """Before and after of a held-out figure, whether the run has ended, both ends of the rows."""
     run = fabricate(tmp_path / "run")
-    text, words = make_page(tmp_path, run)
+    text, _, words = make_page(tmp_path, run)
     assert "<tr><td>upper_heldout</td><td>0.7500</td><td>0.3000</td></tr>" in text
     assert "bds · m · seed 0 · 6 steps · epoch 2 of 2 · 0.0 min of training" in words
     assert "not finished" not in words
@@ -40,7 +47,7 @@ def test_what_a_page_says_of_a_run(tmp_path):
     shown = [int(row_id) for row_id in re.findall(r"· row_id (\d+) ·", words)]
     ends = [*ordered[:6], *ordered[:-7:-1]]
     assert shown == [row["row_id"] for row in ends]
-    _, words = make_page(tmp_path, fabricate(tmp_path / "running", finished=False))
+    _, _, words = make_page(tmp_path, fabricate(tmp_path / "running", finished=False))
     assert "not finished: continue it with --resume" in words
     assert "No ranking yet" in words
 
@@ -50,7 +57,7 @@ def test_recommended_answers_stand_beside_the_originals(tmp_path):
     run = fabricate(tmp_path / "run", method="online")
     entries = read_rows(run / "weights.jsonl")
     add_texts(run, "x", entries)
-    _, words = make_page(tmp_path, run)
+    _, _, words = make_page(tmp_path, run)
     section = words.split("Recommended new answers")[1]
     margins = [float(margin) for margin in re.findall(r"margin (\d+)", section)]
     assert margins == [39, 37, 35, 33, 31, 29]
@@ -74,7 +81,7 @@ def test_report_of_short_and_bare_runs(tmp_path, options):
     if options.get("method") == "mix":
         for file in (folder / "weights").iterdir():
             file.unlink()
-    text, _ = make_page(tmp_path, folder)
+    text, _, _ = make_page(tmp_path, folder)
     assert not re.search(r"\bnan\b", text, re.I)
 
 
@@ -88,7 +95,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     write_rows(folder / "weights.jsonl", entries)
     add_texts(folder, long, entries)
     change_json(folder / "result.json", **{f"weight/recall/{long}": 0.5})
-    text, words = make_page(tmp_path, folder)
+    text, page, words = make_page(tmp_path, folder)
     assert "alert(1)" in words  # as text
     assert f"{len(long) - report.TEXT:,} more characters" in words
     assert "مرحبا" in words
@@ -96,6 +103,11 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     assert not {"\x00", "\x1b"} & set(text)
     assert "z" * 1000 not in text
     assert text.count('dir="auto"') >= 10
+    (table,) = page.tables
+    assert (
+        table["rows"][0][table["columns"].index("kind")]
+        == f"<i>\x1b{long}"[: report.TABLE_TEXT]
+    )
     write_rows(
         folder / "shown.jsonl",
         [
@@ -108,30 +120,78 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
             for entry in entries
         ],
     )
-    assert "lone ? surrogate" in make_page(tmp_path, folder)[1]
+    assert "lone ? surrogate" in make_page(tmp_path, folder)[2]
 
 
-def test_texts_come_from_the_run_folder_alone(tmp_path):
-    """Those of shown.jsonl, where id and hash agree: whatever the source was called or is now."""
-    folder = fabricate(tmp_path / "run", lower="alpaca-cleaned")
-    ordered = read_rows(folder / "weights.jsonl")
+def test_texts_come_from_files_whose_hash_agrees(tmp_path):
+    """Those of shown.jsonl, and those of a source that is still there, or has changed in part."""
+    source = tmp_path / "lower.jsonl"
+    folder = fabricate(tmp_path / "run", lower=[str(source), "gone.jsonl"])
+    rows = read_rows(folder / "weights.jsonl")
     texts = []
-    for row in ordered[:8] + ordered[-8:]:
-        texts.append(
-            {
-                "row_id": row["row_id"],
-                "hash": row["hash"] if row["rank"] != 2 else "another",
-                "prompt": f"question {row['rank']}.",
-                "response": f"answer {row['rank']}.",
-            }
-        )
+    for row in rows:
+        if row["rank"] in (1, 2):
+            shown = {"prompt": f"question {row['rank']}.", "response": "answer."}
+            texts.append(shown | {"row_id": row["row_id"], "hash": row["hash"]})
+        if row["rank"] in (3, 40):
+            row["hash"] = content_hash(f"question {row['rank']}.", "answer.")
+    texts[1]["hash"] = "another"
+    write_rows(folder / "weights.jsonl", rows)
     write_rows(folder / "shown.jsonl", texts)
-    _, words = make_page(tmp_path, folder)
-    for rank in (1, 3, 6, 35, 40):
-        assert f"question {rank}." in words
-        assert f"answer {rank}." in words
-    for rank in (2, 7, 34):  # of another hash; not among the best and worst six
-        assert f"answer {rank}." not in words
+    sources = [{"prompt": f"question {n}.", "response": "answer."} for n in (3, 4, 40)]
+    for file in (sources, [{"neither": "prompt", "nor": "answer"}]):
+        write_rows(source, file)
+        _, page, words = make_page(tmp_path, folder)
+        shown = [3, 40] if file is sources else []
+        for rank in (1, 2, 3, 4, 40):
+            assert (f"question {rank}." in words) == (rank in (1, *shown))
+        (table,) = page.tables
+        prompt = table["columns"].index("prompt")
+        asked = {row[0]: row[prompt] for row in table["rows"] if row[prompt]}
+        assert asked == {rank: f"question {rank}." for rank in (1, *shown)}
+
+
+def test_the_page_stands_beside_the_runs(tmp_path, capfd):
+    runs = [fabricate(tmp_path / "all" / name) for name in ("one", "two")]
+    front.main(["report", str(runs[0])])
+    front.main(["report", *map(str, runs)])
+    assert (runs[0] / "report.html").exists()
+    assert (tmp_path / "all" / "report.html").exists()
+    assert "all/report.html" in capfd.readouterr().out
+
+
+def test_a_long_table_holds_flagged_rows_and_both_ends(tmp_path, monkeypatch):
+    """Ten of 40 rows: three in the middle look bad, the rest are the nearest to an end."""
+    monkeypatch.setattr(report, "TABLE_ROWS", 10)
+    run = fabricate(tmp_path / "run")
+    rows = read_rows(run / "weights.jsonl")
+    ranking = []
+    for row in rows:
+        reason = "end" if row["rank"] in (19, 20, 21) else None
+        ranking.append(row | {"reason": reason, "surprise": 1.0})
+    _, page, words = make_page(
+        tmp_path, run, row_tests=write_rows(tmp_path / "r.jsonl", ranking)
+    )
+    assert "10 of 40 rows." in words
+    (table,) = page.tables
+    ranks = {row[table["columns"].index("rank")] for row in table["rows"]}
+    assert ranks >= {1, 2, 3, 19, 20, 21, 38, 39, 40}
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({}, "(AUROC against the known labels: weight 0.900, base 0.700)"),
+        ({"base/auroc": 0.95}, "run --keep-fraction 0.8 --by base_loss"),
+        ({"weight/auroc": None, "base/auroc": None}, "No label says which ranking"),
+    ],
+)
+def test_the_best_ranking_and_its_command_stand_in_the_head(tmp_path, figures, words):
+    run = fabricate(tmp_path / "run")
+    change_json(run / "result.json", **figures)
+    head = make_page(tmp_path, run)[2].split("Held-out")[0]
+    assert "Data curation report: run" in head
+    assert words in head
 
 
 # --- row tests ------------------------------------------------------------------------------------
@@ -169,9 +229,13 @@ def tested(tmp_path):
 def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     """Counts, how many of these rows the run keeps, and the most surprising with a text."""
     run, ranking = tested
+    write_rows(
+        run / "weights.jsonl",
+        [row | {"bad": row["row_id"] < 9} for row in read_rows(run / "weights.jsonl")],
+    )
     # A part of a file may have trained: the ranking then has more rows than the run.
     file = write_rows(tmp_path / "r.jsonl", [*ranking, {**ranking[0], "row_id": 99}])
-    text, words = make_page(tmp_path, run, row_tests=file)
+    text, page, words = make_page(tmp_path, run, row_tests=file)
     assert "10 of 20 rows look bad." in words
     kept = {row["row_id"] for row in read_rows(run / "weights.jsonl") if row["kept"]}
     for reason, rows in (
@@ -180,17 +244,21 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     ):
         count = len(kept & set(rows))
         assert f"<tr><td>{reason}</td><td>{len(rows)}</td><td>{count}</td></tr>" in text
-    section = words.split("Rows that look bad")[1].split("Curves")[0]
+    section = words.split("Rows that look bad")[1].split("All rows")[0]
     asked = [int(number) for number in re.findall(r"question (\d+)\.", section)]
     assert asked == [0, 1, 2, 5, 6, 7]
     assert "surprise 10.000 · end" in section
+    assert f"--model m --keep {file}" in section
+    assert "(AUROC against the known labels: row tests 1.000" in words
+    assert f"python eval.py export {file}" in words.split("Held-out")[0]
+    assert "reason" in page.tables[0]["columns"]
 
 
 def test_without_row_tests_a_page_says_nothing_of_them(tested, tmp_path):
     run, _ = tested
-    text, words = make_page(tmp_path, run)
+    _, _, words = make_page(tmp_path, run)
     assert "look bad" not in words
-    assert "surprise" not in text
+    assert "surprise" not in words
 
 
 @pytest.mark.parametrize(
@@ -215,27 +283,49 @@ def test_a_ranking_of_other_data_is_refused(tested, tmp_path, refused, change, w
     assert not (tmp_path / "out" / "page.html").exists()
 
 
-# --- at full size ---------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
+
+PROBE = """
+const section = document.querySelector("section.rows");
+const column = (n) => [...section.querySelectorAll(`tbody td:nth-child(${n})`)];
+const ranks = () => column(1).map((cell) => Number(cell.textContent));
+const set = (node, value, event) => {
+  node.value = value;
+  node.dispatchEvent(new Event(event));
+};
+const names = [...section.querySelectorAll("th button")].map((node) => node.textContent);
+const result = {ranks: ranks(), texts: column(names.indexOf("prompt") + 1)[0].textContent};
+section.querySelectorAll("th button")[0].click();
+result.reversed = ranks();
+const reason = section.querySelector("select[data-column=reason]");
+set(reason, "=end", "change");
+result.flagged = ranks();
+const keys = section.querySelector("textarea").value.trim().split("\\n");
+result.keys = keys.map(JSON.parse);
+set(reason, "", "change");
+set(section.querySelector("input"), "000000000000000a", "input");
+result.searched = ranks();
+result.count = section.querySelector(".count").textContent;
+set(section.querySelector("input"), "", "input");
+document.querySelectorAll("details").forEach((node) => { node.open = true; });
+section.querySelectorAll("tbody tr").forEach((node) => node.click());
+result.width = document.documentElement.scrollWidth;
+const cards = [...document.querySelectorAll("article, figure, pre")];
+result.overflow = cards.filter((node) => node.getBoundingClientRect().right > innerWidth).length;
+result.screen = innerWidth;
+document.title = JSON.stringify(result);
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_page_in_a_browser(tmp_path, width):
-    """No console message, and nothing wider than the screen."""
-    folder = fabricate(tmp_path / "run", method="online")
-    add_texts(folder, HOSTILE + "w" * 5000, read_rows(folder / "weights.jsonl"))
-    text, _ = make_page(tmp_path, folder, fabricate(tmp_path / "other"))
-    # The page itself forbids scripts, so a copy without that line reports the layout's width.
-    script = (
-        "<script>document.title = document.documentElement.scrollWidth + ' of ' "
-        "+ innerWidth</script></body>"
-    )
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    text = text.replace("<details>", "<details open>").replace("</body>", script)
-    (tmp_path / "probe.html").write_text(text)
+def in_browser(tmp_path, text, width):
+    """What PROBE, a second script that a copy of the page admits, says of the page."""
+    assert "<script" not in PROBE
+    digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
+    text = text.replace("script-src ", f"script-src 'sha256-{digest}' ")
+    frame = tmp_path / "probe.html"
+    frame.write_text(text.replace("</body>", f"<script>{PROBE}</script></body>"))
     command = [
-        "chromium",
+        shutil.which("chromium"),
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
@@ -243,9 +333,40 @@ def test_page_in_a_browser(tmp_path, width):
         f"--user-data-dir={tmp_path / 'profile'}",
         f"--window-size={width},900",
         "--dump-dom",
-        f"file://{tmp_path / 'probe.html'}",
+        f"file://{frame}",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert "CONSOLE" not in ended.stderr
-    wide, screen = re.search(r"<title>(\d+) of (\d+)</title>", ended.stdout).groups()
-    assert int(wide) <= int(screen)
+    assert "CONSOLE" not in ended.stderr, ended.stderr
+    return json.loads(html.unescape(re.search("<title>(.*?)</title>", ended.stdout)[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_page_in_a_browser(tmp_path, width):
+    """The table sorts, filters, searches and names keys; hostile rows stay text; no console
+    message, and nothing is wider than the screen."""
+    folder = fabricate(tmp_path / "run", method="online")
+    entries = read_rows(folder / "weights.jsonl")
+    add_texts(folder, HOSTILE + "w" * 5000, entries)
+    tests = []
+    for entry in entries:
+        reason = "end" if entry["rank"] % 7 == 0 else None
+        tests.append(entry | {"reason": reason, "surprise": 1.0})
+    tests = write_rows(tmp_path / "tests.jsonl", tests)
+    text, _, _ = make_page(tmp_path, folder, row_tests=tests)
+    result = in_browser(tmp_path, text, width)
+    assert result["ranks"] == list(range(1, 41))
+    assert result["reversed"] == list(range(40, 0, -1))
+    assert result["flagged"] == [35, 28, 21, 14, 7]
+    by_rank = {entry["rank"]: entry for entry in entries}
+    for key, rank in zip(result["keys"], result["flagged"], strict=True):
+        assert (key["row_id"], key["hash"]) == (
+            by_rank[rank]["row_id"],
+            by_rank[rank]["hash"],
+        )
+    assert result["searched"] == [e["rank"] for e in entries if e["row_id"] == 10]
+    assert result["count"] == "1 of 40 rows"
+    assert result["texts"].startswith("</div></article><script>alert(1)</script>")
+    assert result["width"] <= result["screen"]
+    assert result["overflow"] == 0

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import eval as front
 from evaluation.runs import Run, read_result
-from utils import UserError
+from utils import UserError, content_hash
 
 COMMANDS = {
     "compare": [],
@@ -48,7 +48,12 @@ SOUND = (
 @pytest.fixture
 def run_folder(here):
     folder = fabricate(here / "run", rows=12, method="online")
-    add_texts(folder, "x", read_rows(folder / "weights.jsonl"))
+    write_rows(here / "lower.jsonl", [{"prompt": "x", "response": "x"}] * 12)
+    entries = read_rows(folder / "weights.jsonl")
+    for entry in entries:
+        entry["hash"] = content_hash("x", "x")
+    write_rows(folder / "weights.jsonl", entries)
+    add_texts(folder, "x", entries)
     for name in ("base.json", "losses.json"):
         (folder / name).write_text('{"base/upper_heldout": 0.7, "lower_refined": 0.5}')
     return folder
@@ -158,4 +163,3 @@ def test_nothing_is_written_over_an_input(here, refused):
     assert before == {name: (here / name).read_bytes() for name in listing(here)}
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)
-        call("export", run)

@@ -1,0 +1,182 @@
+"""Is the trusted set any good? `python eval.py trusted --lower FILE --upper FILE --model NAME`.
+
+Three questions, a problem of the set where the answer is no:
+
+    size      has it MIN_ROWS different prompts?
+    coverage  has half of the lower rows a trusted prompt near by? Near is what 90 % of the trusted
+              prompts are to another trusted one: cosine of TF-IDF over hashed words and word pairs.
+              A set of the same kind as the lower rows therefore covers about 90 % of them.
+    guidance  does a short run on one half of it lower the loss of its other half more than a run
+              on as many random lower rows, by two standard errors?
+"""
+
+import math
+import random
+import statistics
+
+import torch
+
+import batches
+import models
+from baselines.dsir import ngram_buckets
+from data.layouts import transcript
+from data.tokens import read_messages
+from evaluation.losses import tokenised
+from evaluation.runs import names_of
+from evaluation.texts import show_table
+from runtime import folder, processes
+from train_offline import descend
+from utils import UserError
+
+MIN_ROWS = 100  # a tenth of it is held out: fewer than ten rows measure nothing
+MOST_ROWS = 200  # a run trains on at most so many, and as many are held out
+COMPARED = 2000  # prompts of each level that are compared with each other
+BUCKETS = 2**13
+NEAR = 0.1  # quantile of the trusted prompts' own nearest cosines
+EPOCHS, BATCH, LR = 3, 16, 1e-3  # of the short runs
+
+
+# --- what the texts say ---------------------------------------------------------------------------
+
+
+def prompt_text(row):
+    return transcript(row.messages[:-1])
+
+
+def read_level(sources, columns, seed):
+    """The `SourceRow`s of some sources, shuffled."""
+    rows = []
+    for source in names_of(sources):
+        rows += read_messages(source, columns)
+    if not rows:
+        raise UserError(f"{sources}: no row to train on")
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def text_vectors(levels):
+    """Unit TF-IDF vectors (n, BUCKETS) of the texts of each level; words count once a text."""
+    marks = []
+    for texts in levels:
+        mark = torch.zeros(len(texts), BUCKETS)
+        for row, text in zip(mark, texts, strict=True):
+            row[ngram_buckets(text, BUCKETS)[0]] = 1
+        marks.append(mark)
+    every = torch.cat(marks)
+    idf = (len(every) / (1 + every.sum(dim=0))).clamp_min(1).log()
+    return [torch.nn.functional.normalize(mark * idf) for mark in marks]
+
+
+def coverage(lower, upper):
+    """The share of the lower texts that have a near one among the different upper texts."""
+    lower, upper = text_vectors([lower[:COMPARED], upper[:COMPARED]])
+    among = (upper @ upper.T).fill_diagonal_(-1).amax(dim=1)
+    nearest = (lower @ upper.T).amax(dim=1)
+    return (nearest >= among.quantile(NEAR)).double().mean().item()
+
+
+def median_words(texts):
+    return statistics.median(len(text.split()) for text in texts)
+
+
+# --- does it guide? -------------------------------------------------------------------------------
+
+
+def short_run(name, rows, held_out, seed):
+    """Losses (n,) of held-out rows after EPOCHS of LoRA on tokenised `rows`, nats a token."""
+    folder.seed_everything(seed)
+    model = models.add_lora(models.load_model(name, processes.pick_device()))
+    theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(theta, lr=LR)
+    tokens = batches.tokens_only(rows)
+    for epoch in range(EPOCHS):
+        for k in range(math.ceil(len(rows) / BATCH)):
+            places = batches.epoch_batch(len(rows), BATCH, seed, epoch, k)
+            batch = batches.take(tokens, places)
+            weights = torch.ones(len(batch), device=model.device)
+            descend(model, theta, optimizer, [], batch, weights, 1.0, clip=1, micro_batch=8)
+    return batches.row_losses(model, held_out)[0].double()
+
+
+def guidance(args, lower, upper):
+    """(held-out losses after a run on trusted rows, after one on random lower rows), (n,) each.
+
+    lower, upper: `SourceRow`s of different prompts, in random order.
+    """
+    tokenizer = models.load_tokenizer(args.model)
+    context = models.context_length(models.load_config(args.model))
+    half = min(len(upper) // 2, MOST_ROWS)
+    held_out = upper[half : half + MOST_ROWS]
+    asked = {prompt_text(row) for row in held_out}
+    unasked = [row for row in lower if prompt_text(row) not in asked]
+
+    def tokens(rows):
+        rows = [{"messages": row.messages} for row in rows]
+        return tokenised(rows, tokenizer, args.template, min(args.max_length, context))
+
+    held_out = tokens(held_out)
+    losses = []
+    for rows in (upper[:half], unasked[:half]):
+        losses.append(short_run(args.model, tokens(rows), held_out, args.seed))
+    return losses
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def problems_of(figures):
+    """What is wrong with a trusted set, a sentence each; [] for a good one."""
+    problems = []
+    if figures["different prompts"] < MIN_ROWS:
+        problems.append(
+            f"It is small: {figures['different prompts']} different prompts. Take {MIN_ROWS} or "
+            "more."
+        )
+    if figures["coverage"] < 0.5:
+        problems.append(
+            f"It is of another task: {figures['coverage']:.0%} of the lower rows have a trusted "
+            "prompt near by. A set of their kind has about 90 %."
+        )
+    if figures["gain"] <= 2 * figures["standard error"]:
+        problems.append(
+            "It does not guide: training on half of it does not lower the loss of its other half "
+            "more than training on as many random lower rows."
+        )
+    return problems
+
+
+def run_trusted(args):
+    """Is the trusted set any good? Minutes; figures and a verdict in words."""
+    lower = read_level(args.lower, args.lower_columns, args.seed)
+    rows = read_level(args.upper, args.upper_columns, args.seed)
+    by_prompt = {prompt_text(row): row for row in rows}
+    upper = list(by_prompt.values())
+    if len(upper) < 4:
+        raise UserError(f"--upper: {len(upper)} different prompts are no set to judge")
+    lower_prompts = [prompt_text(row) for row in lower]
+    trusted, random_rows = guidance(args, lower, upper)
+    gain = random_rows - trusted
+    figures = {
+        "trusted rows": len(rows),
+        "different rows": len({row.hash for row in rows}),
+        "different prompts": len(upper),
+        "prompts that lower rows have too": len(by_prompt.keys() & set(lower_prompts)),
+        "words of a trusted prompt, median": median_words(by_prompt),
+        "words of a lower prompt": median_words(lower_prompts),
+        "words of a trusted answer": median_words(r.messages[-1]["content"] for r in rows),
+        "words of a lower answer": median_words(r.messages[-1]["content"] for r in lower),
+        "coverage": coverage(lower_prompts, list(by_prompt)),
+        "held-out trusted loss after trusted rows": trusted.mean().item(),
+        "after as many random lower rows": random_rows.mean().item(),
+        "gain": gain.mean().item(),
+        "standard error": gain.std().item() / math.sqrt(len(gain)),
+    }
+    show_table(["figure", "value"], list(figures.items()))
+    problems = problems_of(figures)
+    if problems:
+        print("\n".join(["Verdict: do not trust this set yet.", *problems]))
+    else:
+        print(
+            "Verdict: a good set. It is large enough, near the lower rows, and it guides."
+        )
+    return figures

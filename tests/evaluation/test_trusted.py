@@ -1,0 +1,86 @@
+"""Is the trusted set any good: three sets, three verdicts; what is compared, by hand."""
+
+import pytest
+import torch
+from conftest import ROOT, make_rows, read_rows, write_rows
+
+import eval as front
+from evaluation import trusted
+from toy import corpus
+
+SHARED = ROOT.parent / "shared"
+
+
+def judge(capfd, **flags):
+    """(figures, what was printed) of the command."""
+    words = ["trusted"]
+    for name, value in flags.items():
+        words += [f"--{name}", str(value)]
+    capfd.readouterr()
+    args = front.parse_args(words)
+    figures = args.call(args)
+    return figures, capfd.readouterr().out
+
+
+VERDICTS = {
+    "right": "Verdict: a good set.",
+    "few": "It is small: 40 different prompts.",
+    "unrelated": "It is of another task: ",
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_three_sets_have_three_verdicts(tmp_path, capfd, name):
+    """On the toy: right answers, 40 of them, and puzzles that the lower rows lack."""
+    upper = "unrelated" if name == "unrelated" else "right"
+    rows = {"num_lower": 400, "num_heldout": 1, "num_upper": 200}
+    files = corpus.write(tmp_path / "toy", upper=upper, **rows)
+    if name == "few":
+        write_rows(files["upper"], read_rows(files["upper"])[:40])
+    files = {"lower": files["lower"], "upper": files["upper"]}
+    figures, text = judge(capfd, **files, model=corpus.MODEL)
+    assert [key for key, words in VERDICTS.items() if words in text] == [name]
+    assert (figures["gain"] > 0.1) == (name != "few")
+    assert figures["prompts that lower rows have too"] == 0
+
+
+def test_rows_that_do_not_guide(files, capfd, folders):
+    """Random words teach nothing about random words; what stands twice is counted."""
+    paths = files(lower=30, upper=1)
+    rows = make_rows(24, seed=5)
+    write_rows(paths["upper"], [*rows, *rows[:3], *read_rows(paths["lower"])[:2]])
+    flags = {"lower": paths["lower"], "upper": paths["upper"], "model": folders["llama"]}
+    figures, text = judge(capfd, **flags)
+    assert "It does not guide" in text
+    assert figures["trusted rows"] == 29
+    assert figures["different rows"] == 26
+    assert figures["prompts that lower rows have too"] == 2
+
+
+def test_coverage_is_calibrated_on_the_trusted_prompts():
+    """Lower prompts of the same kind are as near as trusted ones to each other."""
+    fruit = [f"{verb} {a} {b}" for verb in ("peel", "cut") for a in "abcd" for b in "efgh"]
+    assert trusted.coverage(fruit[::2], fruit[1::2]) > 0.8
+    assert trusted.coverage(["solve the equation"] * 5, fruit) == 0
+    (vectors,) = trusted.text_vectors([["a b", "a b", "c d"]])
+    torch.testing.assert_close(
+        vectors @ vectors.T, torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1.0]])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared model and rows")
+@pytest.mark.parametrize(
+    ("name", "count", "words"),
+    [
+        ("alpaca_gpt4_upper", 1250, "Verdict: a good set."),
+        ("alpaca_gpt4_upper", 40, "It is small: 40"),
+        ("hh_harmless_pairs", 1142, "It is of another task"),
+    ],
+)
+def test_real_text(tmp_path, capfd, name, count, words):
+    rows = read_rows(SHARED / "data" / f"{name}.jsonl")[:count]
+    upper = write_rows(tmp_path / "upper.jsonl", rows)
+    lower = SHARED / "data" / "alpaca_planted.jsonl"
+    model = SHARED / "models" / "instruct-6m"
+    assert words in judge(capfd, lower=lower, upper=upper, model=model)[1]
