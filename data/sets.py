@@ -32,7 +32,7 @@ def load_levels(args, tokenizer, context_length):
         raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     max_length = min(args.max_length, context_length)
     if max_length < args.max_length:
-        print(f"--max-length is {max_length} tokens here, the model's context")
+        print(f"--max-length is lowered to the model's context of {max_length} tokens")
     levels = dict.fromkeys(LEVELS)
     reports = {}
     with first_goes_first():

@@ -151,7 +151,7 @@ def test_rows_fit_the_model_and_cut_answers_are_a_warning(levels, capsys):
         ", 1 rows set aside (the prompt is too long: 1), 1 answers cut (5.3%)"
     )
     said = capsys.readouterr().out
-    assert "--max-length is 128 tokens here, the model's context" in said
+    assert "--max-length is lowered to the model's context of 128 tokens" in said
     assert "warning" not in said
     rows[2] = rows[0] | {"prompt": "b"}
     levels(lower=rows, max_length=128)

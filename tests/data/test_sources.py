@@ -165,6 +165,7 @@ HEAD = "prompt,response\na,b\n"
         "bytes.jsonl": LINE.encode() + b'{"\xff": 1}\n' + LINE.encode(),
         "twice.jsonl": LINE + TWICE + "\n" + LINE,
         "inside.jsonl": LINE + INSIDE + "\n" + LINE,
+        "answer.jsonl": LINE + f'{{"prompt": "a", "response": {TWICE}}}\n' + LINE,
         "twice.json": f"[{LINE}, {TWICE}, {LINE}]",
         "under a key, twice.json": f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}',
         "less.csv": HEAD + "only one\na,b\n",
