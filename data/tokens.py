@@ -20,6 +20,8 @@ the paper leaves open, made here:
 6. `hash` is taken of the row's messages with `layouts.END_MARKERS` cut (`layouts.row_hash`). It
    depends on no tokenizer, template or length, so a ranking made with one model names the rows of
    another.
+7. A chat template never changes an answer: what is trained is what the row says, between what the
+   template writes around any answer (`templates.py`); where that fails, the row is set aside.
 """
 
 import itertools
@@ -41,10 +43,10 @@ from data.templates import (
     Encoder,
     around_answer,
     markers,
+    read_template,
     segments_of,
     special_strings,
     split_template,
-    template_parts,
 )
 from utils import UserError, content_hash, write_atomic
 
@@ -417,11 +419,11 @@ def end_ids(tokenizer, template=None):
 
     template: as `load_rows` takes it.
     """
-    return _end_ids(tokenizer, template_parts(tokenizer, template))
+    return _end_ids(tokenizer, read_template(tokenizer, template))
 
 
-def _end_ids(tokenizer, parts):
-    _, end = around_answer(tokenizer, parts)
+def _end_ids(tokenizer, split):
+    _, end = around_answer(tokenizer, split)
     written = re.findall(special_strings(tokenizer), end)
     return {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(written)}
 
@@ -460,7 +462,7 @@ def response_text(tokenizer, ids, template=None):
     end: an answer may hold the same text.
     """
     encoder = Encoder(tokenizer)
-    return encoder.bare(encoder.answer(ids, template_parts(tokenizer, template))).strip()
+    return encoder.bare(encoder.answer(ids, read_template(tokenizer, template))).strip()
 
 
 def reads_back(tokenizer, ids, template=None):
@@ -470,11 +472,13 @@ def reads_back(tokenizer, ids, template=None):
     one that begins or ends twice. ids, template: see `response_text`.
     """
     encoder = Encoder(tokenizer)
-    parts = template_parts(tokenizer, template)
-    text = encoder.answer(ids, parts)
+    split = read_template(tokenizer, template)
+    text = encoder.answer(ids, split)
     if not text or encoder.strings.search(text):
         return False
+    if encoder.bare(text).endswith(layouts.END_MARKERS):  # cut when it is read as a row
+        return False
     messages = layouts.conversation({"prompt": ".", "response": text})
-    rendered = segments_of(messages, tokenizer, parts)[-1][0]
+    rendered = segments_of(messages, tokenizer, split)[-1][0]
     again = encoder.encode([rendered], continued=True)[0]
-    return encoder.answer(again, parts) == text
+    return encoder.answer(again, split) == text
