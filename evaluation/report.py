@@ -8,6 +8,7 @@ from the sources where a row still has the hash that the run knows.
 """
 
 import base64
+import collections
 import contextlib
 import hashlib
 import heapq
@@ -50,22 +51,6 @@ SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     f"script-src 'sha256-{SCRIPT_HASH}'"
-)
-TABLE = (
-    "rank",
-    "kept",
-    "reason",
-    "prompt",
-    "answer",
-    "source",
-    "row_id",
-    "weight",
-    "base_loss",
-    "final_loss",
-    "surprise",
-    "kind",
-    "bad",
-    "hash",
 )
 COLUMN_OF = {"final": "final_loss", "base": "base_loss"}  # of an AUROC's name
 FACTS = ("rank", "row_id", "weight", "base_loss", "final_loss", "margin", "surprise")
@@ -145,11 +130,10 @@ def rows_table(run, texts):
             if isinstance(value, str):
                 line[name] = value[:TABLE_TEXT]
         lines.append(line)
-    columns = [name for name in TABLE if any(name in line for line in lines)]
-    values = [[line.get(name) for name in columns] for line in lines]
-    data = json.dumps({"columns": columns, "rows": values}).replace("<", "\\u003c")
+    table = {"columns": list(lines[0]), "rows": [list(line.values()) for line in lines]}
+    data = json.dumps(table).replace("<", "\\u003c")
     return (
-        f"<h2>All rows</h2><p class='muted'>{len(rows)} of {count} rows. A click on a column's "
+        f"<h3>All rows</h3><p class='muted'>{len(rows)} of {count} rows. A click on a column's "
         "name sorts, a click on a row shows its texts.</p><section class='rows'>"
         f"<script type='application/json'>{data}</script></section>"
     )
@@ -159,10 +143,7 @@ def rows_section(run, texts):
     """Both ends of the ranking, and new answers beside the originals."""
     if not run.rows:
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
-    ordered = sorted(run.rows, key=lambda row: row["rank"])
     page = rows_table(run, texts)
-    page += f"<h3>Best rows</h3>{cards(ordered, texts)}"
-    page += f"<h3>Worst rows</h3>{cards(ordered[::-1], texts)}"
     curated = run.folder / "curated.jsonl"
     if curated.exists():
         rewritten = filter(is_rewritten, each_curated(curated))
@@ -206,22 +187,17 @@ def join_row_tests(run, file):
 def row_tests_section(run, texts, file):
     """How many rows look bad by reason, how many of them the run keeps, and a few of them."""
     flagged = [row for row in run.rows if row["reason"]]
-    counts = {}
-    for row in flagged:
-        words = REASONS.get(row["reason"], row["reason"])
-        count = counts.setdefault(words, [words, 0, 0])
-        count[1] += 1
-        count[2] += row["kept"]
-    counts = sorted(counts.values(), key=lambda count: -count[1])
+    counts = collections.Counter(row["reason"] for row in flagged)
+    kept = collections.Counter(row["reason"] for row in flagged if row["kept"])
+    table = []
+    for reason, count in counts.most_common():
+        table.append([REASONS.get(reason, reason), count, kept[reason]])
     known = [row for row in flagged if row["hash"] in texts]
     known.sort(key=lambda row: -row["surprise"])
-    words = ["train_offline.py", "--lower", *names_of(run.args.lower)]
-    words += ["--upper", *names_of(run.args.upper), "--model", run.args.model]
     return (
         f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
-        + html_table(["the answers are", "rows", "of these kept by the run"], counts)
-        + "<p>Train without them, or export the rest:</p>"
-        + command_box(*words, "--keep", file)
+        + html_table(["the answers are", "rows", "of these kept by the run"], table)
+        + f"<p>Train without them: add <code>--keep {escaped_html(file)}</code>. Or export:</p>"
         + command_box("eval.py", "export", file)
         + cards(known, texts)
     )
@@ -241,16 +217,14 @@ def best_ranking(run, row_tests):
 
     row_tests: a ranking that `join_row_tests` has joined, or None.
     """
+    metrics = final_metrics(run)
     scores = {}
-    for key, value in final_metrics(run).items():
-        name, _, figure = key.partition("/")
-        if figure == "auroc" and name in ("weight", *COLUMN_OF) and value is not None:
-            scores[name] = value
-    if row_tests and all("bad" in row for row in run.rows):
+    for name in ("weight", *COLUMN_OF):
+        scores[name] = metrics.get(f"{name}/auroc")
+    if row_tests and "bad" in run.rows[0]:
         surprise = [-row["surprise"] for row in run.rows]
-        value = auroc(surprise, [row["bad"] for row in run.rows])
-        if value is not None:
-            scores["row tests"] = value
+        scores["row tests"] = auroc(surprise, [row["bad"] for row in run.rows])
+    scores = {name: score for name, score in scores.items() if score is not None}
     if not scores:
         words = (
             f"No label says which ranking of {one_line(run.name)} is best. Its kept rows:"
