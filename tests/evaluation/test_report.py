@@ -100,11 +100,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     assert not {"\x00", "\x1b"} & set(text)
     assert "z" * 1000 not in text
     assert text.count('dir="auto"') == 3 * report.EXAMPLES
-    (table,) = page.tables
-    assert (
-        table["rows"][0][table["columns"].index("kind")]
-        == f"<i>\x1b{long}"[: report.TABLE_TEXT]
-    )
+    assert column(page, "kind")[1] == f"<i>\x1b{long}"[: report.TEXT]
     write_rows(
         folder / "shown.jsonl",
         [
@@ -186,15 +182,8 @@ def test_the_best_ranking_and_its_command_stand_in_the_head(tmp_path, figures, w
 
 @pytest.fixture
 def tested(tmp_path):
-    """A run with texts, and the rows of a row tests' ranking of its rows: 0 to 9 look bad."""
+    """A run, and the rows of a row tests' ranking of its rows: 0 to 9 look bad."""
     run = fabricate(tmp_path / "run", rows=20)
-    entries = read_rows(run / "weights.jsonl")
-    texts = []
-    for entry in entries:
-        if entry["row_id"] not in (3, 4):
-            pair = {"prompt": f"question {entry['row_id']}.", "response": "x"}
-            texts.append({"row_id": entry["row_id"], "hash": entry["hash"], **pair})
-    write_rows(run / "shown.jsonl", texts)
     ranking = []
     for number in range(20):
         reason = None
@@ -214,7 +203,7 @@ def tested(tmp_path):
 
 
 def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
-    """Counts, how many of these rows the run keeps, and the most surprising with a text."""
+    """Counts, how many of these rows the run keeps, and the table's column."""
     run, ranking = tested
     write_rows(
         run / "weights.jsonl",
@@ -231,11 +220,7 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     ):
         count = len(kept & set(rows))
         assert f"<tr><td>{reason}</td><td>{len(rows)}</td><td>{count}</td></tr>" in text
-    section = words.split("Rows that look bad")[1].split("All rows")[0]
-    asked = [int(number) for number in re.findall(r"question (\d+)\.", section)]
-    assert asked == [0, 1, 2, 5, 6, 7]
-    assert "surprise 10.000 · end" in section
-    assert f"--keep {file}" in section
+    assert f"--keep {file}" in words
     assert "(AUROC against the known labels: row tests 1.000" in words
     assert f"python eval.py export {file}" in words.split("Held-out")[0]
     by_id = {row["row_id"]: row["reason"] for row in ranking}
