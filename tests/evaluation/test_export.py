@@ -206,10 +206,9 @@ def test_all_rows_and_copies_by_hand(by_hand, export):
 def test_eq_copies_are_the_weights_in_expectation():
     weights = torch.tensor([0.2, 0.0, 2.75, 1.05, 1.0]).double()
     copies = torch.stack([copies_of(weights, seed) for seed in range(2000)]).double()
-    assert ((copies - weights).abs() < 1).all()
-    assert set(copies.sum(dim=1).tolist()) <= {5.0, 6.0, 4.0}
+    assert (copies - weights).abs().max() < 1
+    assert (copies.sum(dim=1) - 5).abs().max() <= 1
     torch.testing.assert_close(copies.mean(dim=0), weights, atol=0.03, rtol=0)
-    assert torch.equal(copies_of(weights, 7), copies_of(weights, 7))
 
 
 # --- several sources ------------------------------------------------------------------------------
@@ -247,23 +246,21 @@ def test_moved_sources(mixed, tmp_path, export, refused):
     before = read_rows(export(ranking)[0])
     moved = tmp_path / "moved"
     moved.mkdir()
-    for file in (first, second):
-        write_rows(moved / file.rpartition("/")[2], read_rows(file))
     files = moved / "rows.json", moved / "a.jsonl"
-    (tmp_path / "a.jsonl").unlink()
+    for file in (first, second):
+        (tmp_path / file).rename(moved / file.rpartition("/")[2])
     assert "a.jsonl: no such file" in refused(lambda: export(ranking))
     assert read_rows(export(ranking, "--lower", *files)[0]) == before
-    line = refused(lambda: export(ranking, "--lower", moved / "a.jsonl"))
+    line = refused(lambda: export(ranking, "--lower", files[1]))
     assert f"0 of the 1 files have the name of the source {second}" in line
-    rows = read_rows(moved / "a.jsonl")
-    rows[2]["response"] = "another"
-    write_rows(moved / "a.jsonl", rows)
-    line = refused(lambda: export(ranking, "--lower", *files))
-    assert f"{moved / 'a.jsonl'} row 2: has hash" in line
-    write_rows(moved / "a.jsonl", rows[:2])
-    line = refused(lambda: export(ranking, "--lower", *files))
-    assert f"{moved / 'a.jsonl'} row 2: is not there" in line
-    assert "(2 such rows" in line
+    rows = read_rows(files[1])
+    for changed, words in (
+        ([*rows[:2], *rows[:2]], "row 2: has hash"),
+        (rows[:2], "row 2: is not there"),
+    ):
+        write_rows(files[1], changed)
+        line = refused(lambda: export(ranking, "--lower", *files))
+        assert f"{files[1]} {words}" in line
 
 
 # --- runs and rankings ----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 from conftest import ROOT, make_rows, read_rows, write_rows
 
 import eval as front
@@ -72,10 +71,7 @@ def test_coverage_is_calibrated_on_the_trusted_prompts():
     assert trusted.coverage(fruit[:30], fruit[30:]) > 0.8
     assert trusted.coverage(["solve the equation"] * 5, fruit) == 0
     (vectors,) = trusted.text_vectors([["a b", "a b", "c d", "e f"]])
-    torch.testing.assert_close(
-        vectors @ vectors.T,
-        torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]]),
-    )
+    assert (vectors @ vectors[0]).tolist() == pytest.approx([1, 1, 0, 0])
 
 
 @pytest.mark.slow
