@@ -20,13 +20,16 @@ How to use it (plain tensors and lists; this file imports nothing of the project
 For every row take log-probs of a causal model, nats, without a gradient: `given` (T,) of the
 answer's tokens, each read at the position before it, `blank` (T,) of the same tokens behind the
 blank prompt, `end` (n,) of the end tokens behind the answer (n is 0 where a limit cut the row).
-System text, template and padding are no part of the answer. Here are 60 random rows, one of which
-repeats itself and one of which the model finds unlikely:
+System text, template and padding are no part of the answer. Two more numbers come from the tokens
+alone: the share of the answer's 4-grams that occurred before in it, and whether it is a copy of the
+prompt. Here are 60 random rows, one of which repeats itself and one of which the model finds
+unlikely:
 
-    >>> answers = torch.arange(1800).view(60, 30)
     >>> given, blank = -torch.rand(2, 60, 30, generator=torch.Generator().manual_seed(0))
-    >>> answers[7], given[33] = 5, given[33] * 9
-    >>> rows = [row_numbers([1, 2, 3], answers[n], given[n], blank[n] - 2, torch.tensor([-0.1]))
+    >>> given[33] *= 9
+    >>> repeats = [0.96 if n == 7 else 0.0 for n in range(60)]
+    >>> end = torch.tensor([-0.1])
+    >>> rows = [row_numbers(given[n], blank[n] - 2, end, repeats[n], is_copy=False)
     ...         for n in range(60)]
 
 The verdicts are five lines:
@@ -101,28 +104,21 @@ FEW = 5  # as many rows weigh as much as FAULTY
 MEANS = (2.0, 12.0)  # range of the mean surprise of faulty rows
 # p = TAIL exp(-(value - start) / scale): on good rows of Alpaca 1 % have a repetition above 0.18.
 SCALES = {"repetition": (0.15, 0.05), "echo": (0.0, 0.3)}
-COPIED, NEWS, ECHO_LENGTH = (
-    0.8,
-    0.1,
-    8,
-)  # an echo: copied 3-grams, new tokens, answer tokens
 
 
 # --- one row --------------------------------------------------------------------------------------
 
 
-def row_numbers(prompt, answer, given, blank, end, places=()):
+def row_numbers(given, blank, end, repetition, is_copy, places=()):
     """What the detectors read of a row, {name: float}; NaN where there is nothing to judge.
 
-    prompt, answer: token ids. given, blank (T,): log-probs of the answer's tokens behind its own
-    and behind the blank prompt. end (n,): log-probs of the end tokens. places: where in the answer
-    a number, a name or a negation begins. ValueError for log-probs of two lengths.
+    given, blank (T,): log-probs of the answer's tokens behind its own and behind the blank prompt.
+    end (n,): log-probs of the end tokens. repetition: share of the answer's 4-grams that occurred
+    before in it, 0 to 1. is_copy: whether the answer is copied from its prompt. places: where in
+    the answer a number, a name or a negation begins. ValueError for log-probs of two lengths.
     """
     if given.shape != blank.shape:
         raise ValueError(f"{len(given)} and {len(blank)} log-probs of one answer")
-    # The elements of a tensor would all be different keys.
-    prompt = torch.as_tensor(prompt).tolist()
-    answer = torch.as_tensor(answer).tolist()
     losses = -given.double()
     # A sum, so that a long answer counts for more. About zero: the question does not help.
     relevance = float((blank.double() + losses).sum())
@@ -132,16 +128,16 @@ def row_numbers(prompt, answer, given, blank, end, places=()):
         "fluency": 0.0,
         "slip": worst_span(losses, list(places)),
         "peak": worst_span(losses, list(range(len(given)))),
-        "repetition": repetition(answer),
+        "repetition": repetition,
         "echo": math.nan,
-        "length": len(answer),
+        "length": len(given),
     }
     if len(end):
         numbers["end"] = -float(end.double().sum())
     if len(given):
         numbers["fluency"] = float(losses.mean())
-    if is_copy(answer, prompt):
-        numbers["echo"] = -relevance / len(answer)
+    if is_copy:
+        numbers["echo"] = -relevance / len(given)
     return numbers
 
 
@@ -152,36 +148,6 @@ def worst_span(losses, places):
     padded = torch.nn.functional.pad(losses, (0, SPAN))
     spans = padded.unfold(0, SPAN, 1).sum(dim=1)
     return float(spans[places].max())
-
-
-def grams(tokens, size):
-    """The n-grams of a list of tokens, in order."""
-    starts = range(len(tokens) - size + 1)
-    return [tuple(tokens[start : start + size]) for start in starts]
-
-
-def repetition(answer, size=4):
-    """Share of the n-grams of an answer, a list, that occurred before in it, 0 to 1."""
-    sequence = grams(answer, size)
-    if not sequence:
-        return 0.0
-    return 1 - len(set(sequence)) / len(sequence)
-
-
-def is_copy(answer, prompt):
-    """Whether an answer is copied from its prompt and says nothing new; a short one may quote it.
-
-    Good rewriting, too, is likely behind its question alone, but has words of its own.
-    """
-    if len(answer) < ECHO_LENGTH:
-        return False
-    sequence = grams(answer, 3)
-    known, words = set(grams(prompt, 3)), set(prompt)
-    copies = sum(gram in known for gram in sequence)
-    news = sum(token not in words for token in answer)
-    if copies / len(sequence) < COPIED:
-        return False
-    return news / len(answer) <= NEWS
 
 
 def scaled(name, numbers):

@@ -6,11 +6,15 @@ global generator has moved; no top-k, no top-p, and nothing of the model's own `
 (its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
 seldom in float32, often in bf16. Loop, cache and stopping are transformers' `generate`.
 
-What makes it cheap: the adapter is folded into the base weights, and prompts of similar length
-share a batch.
+What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
+batch, and on CUDA the decoding step is compiled over a cache of fixed size, where that works. An
+H100 wrote 4,706 tokens a second of Pythia-1b's shape with it (commit 214d500), 2,354 without
+(b9fe5b2).
 """
 
 import contextlib
+import math
+import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,6 +23,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from batches import seeded
 from models import bare
+from utils import UserError
+
+WIDTH_STEP = 128  # prompts are padded to multiples of it under a cache of fixed size
+COPIED = 0.8  # share of a copy's 3-grams that its prompt has
+NEWS = 0.1  # share of a copy's tokens that its prompt lacks
+ECHO_LENGTH = 8  # tokens of the shortest copy
 
 
 class _SeededSampler(LogitsProcessor):
@@ -49,12 +59,14 @@ def generate(
     end_ids,
     batch_size=64,
     label=None,
+    static_cache=None,
 ):
     """One answer for each prompt.
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
     the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
     answers at a time, fewer where CUDA memory does not suffice. label: a progress bar's.
+    static_cache: a cache of fixed size, compiled on CUDA; None: for many long answers there.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """
@@ -62,6 +74,9 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     answers = [None] * len(prompts)
     start = 0
+    if static_cache is None:  # compiling takes a minute
+        many = max_new_tokens >= 64 and len(prompts) >= 256
+        static_cache = model.device.type == "cuda" and many
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
@@ -82,6 +97,9 @@ def generate(
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])
+            if static_cache:  # few widths, so that little is compiled
+                width = math.ceil(width / WIDTH_STEP) * WIDTH_STEP
+            config.cache_implementation = "static" if static_cache else None
             batch = order[start : start + batch_size]
             try:
                 written = _one_batch(
@@ -97,6 +115,15 @@ def generate(
                     raise
                 batch_size = len(batch) // 2
                 torch.cuda.empty_cache()
+                continue
+            except Exception as error:
+                if not (static_cache and _is_of_static_cache(error)):
+                    raise
+                warnings.warn(
+                    f"generation without a static cache: {type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+                static_cache = False
                 continue
             for i, tokens in zip(batch, written, strict=True):
                 answers[i] = _up_to_end(tokens, end_ids)
@@ -134,6 +161,16 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         logits_processor=processors,
     )
     return output[:, width:].tolist()
+
+
+def _is_of_static_cache(error):
+    """Whether a compiler, or transformers for a model without a static cache, raised the error."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return "cache" in str(error).lower()
+    return isinstance(error, (TorchDynamoException, InductorError))
 
 
 @contextlib.contextmanager
@@ -181,3 +218,55 @@ def folded(model):
         for layer, weight, copy in copies:
             weight.data.copy_(copy)
             layer._disable_adapters = False
+
+
+@torch.no_grad()
+def check_folded(model, adapter):
+    """`UserError` when the model's logits change as `folded` adds the adapter to its weights.
+
+    One short row of made-up tokens; adapter: its folder, for the message.
+    """
+    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    tokens = torch.arange(3, 11, device=model.device)[None]
+    before = model(input_ids=tokens).logits.double()
+    with folded(model):
+        after = model(input_ids=tokens).logits.double()
+    error = (after - before).abs().max() / before.abs().max()
+    if not error <= tolerance:
+        raise UserError(
+            f"{adapter}: folded into the base it gives other logits (off by {error:.1e}), so "
+            "answers would come from another model; merge it and give the result as --model"
+        )
+
+
+# --- how an answer looks --------------------------------------------------------------------------
+
+
+def grams(tokens, size):
+    """The n-grams of a list of tokens, in order."""
+    starts = range(len(tokens) - size + 1)
+    return [tuple(tokens[start : start + size]) for start in starts]
+
+
+def repetition(answer, size=4):
+    """Share of the n-grams of an answer, a list, that occurred before in it, 0 to 1."""
+    sequence = grams(answer, size)
+    if not sequence:
+        return 0.0
+    return 1 - len(set(sequence)) / len(sequence)
+
+
+def is_copy(answer, prompt):
+    """Whether an answer is copied from its prompt and says nothing new; a short one may quote it.
+
+    Good rewriting, too, is likely behind its question alone, but has words of its own.
+    """
+    if len(answer) < ECHO_LENGTH:
+        return False
+    sequence = grams(answer, 3)
+    known, words = set(grams(prompt, 3)), set(prompt)
+    copies = sum(gram in known for gram in sequence)
+    news = sum(token not in words for token in answer)
+    if copies / len(sequence) < COPIED:
+        return False
+    return news / len(answer) <= NEWS

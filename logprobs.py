@@ -13,7 +13,7 @@ tensor, and per-token weights may be decided *after* the forward (importance rat
 
     T response tokens, head V x d       all logits in float32   here
     T = 4,096, V = 50,304, d = 2,048    0.8 GB, gradient 0.8    32 MB, and 34 MB of g in float32
-    T = 16,384, V = 128,256, d = 4,096  8.4 GB, gradient 8.4    1,663 MiB at the peak, on an H100
+    T = 16,384, V = 128,256, d = 4,096  8.4 GB, gradient 8.4    1,647 MiB at the peak, on an H100
 
 On CUDA a chunk has up to 1 GB of float32 logits. A buffer of half that size in bf16 stands beside
 it, and g in bf16. Only response positions reach the head. Under no_grad one matrix product runs

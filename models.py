@@ -22,6 +22,27 @@ import torch
 BF16_FROM = (
     512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
 )
+# Settings of an adapter that any value of is plain LoRA: where it sits, and how large it is.
+PLAIN_SETTINGS = {
+    "alpha_pattern",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "revision",
+    "target_modules",
+    "task_type",
+    "use_rslora",
+}
 
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
@@ -80,7 +101,8 @@ def load_config(name):
 def context_length(config):
     """Tokens of the longest row, within any sliding window; 2**31 where no limit is named."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or 2**31
+    limit = getattr(text, "max_position_embeddings", None)
+    limit = 2**31 if limit is None else limit
     layers = getattr(text, "layer_types", None) or ["sliding_attention"]
     if getattr(text, "use_sliding_window", True) and "sliding_attention" in layers:
         window = getattr(text, "sliding_window", None) or 2**31
@@ -187,11 +209,14 @@ def _switch_off_dropout(model):
 # --- LoRA -----------------------------------------------------------------------------------------
 
 
-def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
-    """A PEFT model with LoRA on every linear layer but the head, or the adapter of a folder.
+def add_lora(
+    model, rank=16, alpha=16, adapter=None, checkpointing=False, targets="all-linear"
+):
+    """A PEFT model with LoRA on its targets, or the adapter of a folder.
 
-    An adapter of a folder keeps its own rank, alpha and layers; its dropout is switched off. An
-    adapter is float32, float64 over a float64 base. Draws from torch's global generator.
+    targets: names of layers, or "all-linear", which is every linear layer but the head. An adapter
+    of a folder keeps its own rank, alpha and layers; its dropout is switched off. An adapter is
+    float32, float64 over a float64 base. Draws from torch's global generator.
     """
     import peft
 
@@ -200,14 +225,15 @@ def add_lora(model, rank=16, alpha=16, adapter=None, checkpointing=False):
             r=rank,
             lora_alpha=alpha,
             lora_dropout=0.0,
-            target_modules="all-linear",
+            target_modules=targets,
             task_type="CAUSAL_LM",
         )
-        model = peft.get_peft_model(model, config)
+        with _reading("--lora-targets", f"an adapter on {targets}"):
+            model = peft.get_peft_model(model, config)
     else:
         model = _load_adapter(model, adapter)
     config = model.peft_config["default"]
-    _check_adapter(model, config, adapter)
+    _check_adapter(config, adapter)
     config.lora_dropout = 0.0  # the twin's too
     _switch_off_dropout(model)
     speed_up_lora(model)
@@ -238,25 +264,27 @@ def _load_adapter(model, adapter):
     return model
 
 
-def _check_adapter(model, config, adapter):
-    """`UserError` for anything but plain LoRA: it would be in no checkpoint, or change the base."""
-    foreign = [
+def _check_adapter(config, adapter):
+    """`UserError` for anything but plain LoRA: PEFT would compute what the fast path does not.
+
+    An allow-list: of a setting that is not on it, PEFT's default alone is known to be plain.
+    """
+    default = type(config)().to_dict()
+    strange = [
         name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and "lora_" not in name
+        for name, value in config.to_dict().items()
+        if name not in PLAIN_SETTINGS and value != default[name]
     ]
-    plain = (
-        config.peft_type == "LORA"
-        and not config.use_dora
-        and config.bias == "none"
-        and config.lora_alpha > 0
-        and config.init_lora_weights in (True, False, "gaussian")
-    )
-    if foreign or not plain:
+    if config.peft_type != "LORA":
+        strange = [config.peft_type.value]
+    elif config.init_lora_weights not in (True, False, "gaussian"):  # they change the base
+        strange.append("init_lora_weights")
+    elif config.lora_alpha <= 0:
+        strange.append("lora_alpha")
+    if strange:
         raise UserError(
-            f"{adapter}: only plain LoRA adapters are trained further (no DoRA, PiSSA, OLoRA, "
-            "bias, trained tokens, modules_to_save, alpha 0); merge it and give the result as "
-            "--model"
+            f"{adapter}: only plain LoRA adapters are trained further, and this one has "
+            f"{', '.join(strange)}; merge it and give the result as --model"
         )
 
 
@@ -417,8 +445,8 @@ def is_sharded(model):
     return getattr(bare(model), "_is_fsdp_managed_module", False)
 
 
-def save_adapter(model, folder):
-    """The PEFT adapter in PEFT's own files, in place at once or not at all."""
+def save_adapter(model, folder, card):
+    """The PEFT adapter in PEFT's own files, in place at once or not at all; card: its README."""
     config = model.peft_config["default"]
     if isinstance(
         config.target_modules, set
@@ -430,6 +458,7 @@ def save_adapter(model, folder):
         model.save_pretrained(partial, selected_adapters=["default"])
         for file in partial.glob("*.safetensors"):  # written for their owner alone
             file.chmod((partial / "adapter_config.json").stat().st_mode)
+        (partial / "README.md").write_text(card)  # PEFT's own is a form to fill in
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     finally:

@@ -43,6 +43,7 @@ PRESETS = {
         "max_length": 128,
     },
 }
+SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")
 OF_BDS = (
     "rho_start",
     "rho_step",
@@ -53,14 +54,29 @@ OF_BDS = (
 )
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Every flag with its default where it has one; a published value stands in its text."""
+
+    def _get_help_string(self, action):
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_arguments(parser):
     """The arguments of both training scripts, in five groups."""
     add_data_arguments(parser.add_argument_group("data (without any: the embedded toy)"))
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
     add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
-    add("--lora-rank", type=int, default=16, help="(16)")
-    add("--lora-alpha", type=int, default=16, help="(16)")
+    add("--lora-rank", type=int, default=16, help="published: 16")
+    add("--lora-alpha", type=int, default=16, help="published: 16")
+    add(
+        "--lora-targets",
+        nargs="+",
+        default="all-linear",
+        help="names of the layers that get LoRA, such as q_proj v_proj",
+    )
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float64"),
@@ -72,51 +88,14 @@ def add_arguments(parser):
     add(
         "--gradient-checkpointing",
         action="store_true",
-        help="less memory, a third more time",
+        help="less memory, a third more time; published: on",
     )
     add(
         "--fsdp",
         action="store_true",
         help="split the base over torchrun's processes, when it does not fit one GPU",
     )
-    add = parser.add_argument_group("theta").add_argument
-    add("--lr", type=float, default=2e-4, help="beta, step size of theta (5e-6)")
-    add(
-        "--clip",
-        type=float,
-        default=1.0,
-        help="largest gradient norm of theta; inf: no clipping",
-    )
-    add("--batch", type=int, default=32, help="rows of each level a step (32)")
-    add("--micro-batch", type=int, default=8, help="rows of each level a forward (8)")
-    add("--epochs", type=int, default=3, help="passes over the lower rows (3)")
-    add = parser.add_argument_group("omega").add_argument
-    add("--rho-start", type=float, default=0.1, help="rho of the first epoch (0.1)")
-    add("--rho-step", type=float, default=0.1, help="rho's growth an epoch (0.1)")
-    add(
-        "--omega-lr",
-        type=float,
-        default=10.0,
-        help="alpha, step size of omega (1e-4 with adam)",
-    )
-    add(
-        "--omega-optimizer",
-        choices=("adam", "sgd"),
-        default="sgd",
-        help="plain gradient steps (PBGD-2), or the appendix's Adam (adam)",
-    )
-    add(
-        "--omega-loss",
-        choices=("next", "current"),
-        default="next",
-        help="C at theta^{k+1} or theta^k (next)",
-    )
-    add(
-        "--correction",
-        type=float,
-        default=0.0,
-        help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1 (0)",
-    )
+    add_step_arguments(parser)
     add = parser.add_argument_group("run").add_argument
     add(
         "--preset",
@@ -124,7 +103,7 @@ def add_arguments(parser):
         help="the paper's published values; toy: for the embedded toy",
     )
     add("--out", default="runs/latest", help="run folder")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of every random draw")
     add(
         "--keep-fraction",
         type=float,
@@ -135,28 +114,81 @@ def add_arguments(parser):
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
 
 
+def add_step_arguments(parser):
+    """What the steps of theta and omega are."""
+    add = parser.add_argument_group("theta").add_argument
+    add("--lr", type=float, default=2e-4, help="beta, step size of theta; published: 5e-6")
+    add("--warmup", type=int, default=0, help="steps over which --lr grows from zero")
+    add(
+        "--clip",
+        type=float,
+        default=1.0,
+        help="largest gradient norm of theta; inf: no clipping",
+    )
+    add("--batch", type=int, default=32, help="rows of each level a step; published: 32")
+    add(
+        "--micro-batch",
+        type=int,
+        default=8,
+        help="rows of each level a forward; published: 8",
+    )
+    add("--epochs", type=int, default=3, help="passes over the lower rows; published: 3")
+    add = parser.add_argument_group("omega").add_argument
+    add(
+        "--rho-start",
+        type=float,
+        default=0.1,
+        help="rho of the first epoch; published: 0.1",
+    )
+    add("--rho-step", type=float, default=0.1, help="rho's growth an epoch; published: 0.1")
+    add(
+        "--omega-lr",
+        type=float,
+        default=10.0,
+        help="alpha, step size of omega; published: 1e-4 with adam",
+    )
+    add(
+        "--omega-optimizer",
+        choices=("adam", "sgd"),
+        default="sgd",
+        help="plain gradient steps (PBGD-2), or the appendix's Adam; published: adam",
+    )
+    add(
+        "--omega-loss",
+        choices=("next", "current"),
+        default="next",
+        help="C at theta^{k+1} or theta^k; published: next",
+    )
+    add(
+        "--correction",
+        type=float,
+        default=0.0,
+        help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1",
+    )
+
+
 def add_data_arguments(group):
     """Where the rows come from and how they are read; row_tests/ and baselines/ take the same."""
     add = group.add_argument
-    add(
-        "--lower",
-        help="noisy rows D-: hub name[:config][@split], folder[@split], or a json, jsonl, parquet "
-        "or csv file",
-    )
-    add("--upper", help="trusted rows D, same kinds of source")
-    add(
-        "--upper-heldout",
-        help="trusted rows never trained on (default: a tenth of --upper, at most 500)",
-    )
-    add("--lower-heldout", help="clean rows of the lower level's kind, never trained on")
+    helps = {
+        "lower": "noisy rows D-, one source or more: hub name[:config][@split], folder[@split], "
+        "or a json, jsonl, parquet or csv file",
+        "upper": "trusted rows D, same kinds of source",
+        "upper-heldout": "trusted rows never trained on (without it: a tenth of --upper, at most "
+        "500)",
+        "lower-heldout": "clean rows of the lower level's kind, never trained on",
+    }
+    for name, text in helps.items():
+        add(f"--{name}", nargs="+", help=text)
     for level in ("lower", "upper"):
         add(
             f"--{level}-columns",
             help="names of unknown columns: prompt=question,response=answer",
         )
-        add(f"--{level}-limit", type=int, help="a seeded random subset of so many rows")
+        add(f"--{level}-limit", type=int, help="random rows of each source, seeded")
     add(
-        "--template", help=f"plain template (default: the chat template, else {TEMPLATE!r})"
+        "--template",
+        help=f"plain template (without it: the chat template, else {TEMPLATE!r})",
     )
     add(
         "--turns",
@@ -168,7 +200,7 @@ def add_data_arguments(group):
         "--max-length",
         type=int,
         default=2048,
-        help="tokens a row: longer responses are cut, prompts of so many are dropped (2048)",
+        help="tokens a row: longer answers are cut, longer prompts set aside; published: 2048",
     )
     add(
         "--upper-loss",
@@ -192,6 +224,10 @@ def parse(parser, argv, presets=PRESETS):
     if toy or first.preset:
         parser.set_defaults(**presets["toy" if toy else first.preset])
     args = parser.parse_args(argv)
+    for name in SOURCES:
+        value = getattr(args, name)
+        if isinstance(value, list) and len(value) == 1:
+            setattr(args, name, value[0])
     check_values(args)
     # Parsed onto None for every flag: what is not None then was given.
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))
@@ -239,7 +275,7 @@ def report_unread(args, given):
     if args.method in ("mix", "sft"):
         unread += OF_BDS
     if args.adapter:
-        unread += ["lora_rank", "lora_alpha"]
+        unread += ["lora_rank", "lora_alpha", "lora_targets"]
     if getattr(args, "token_budget", None):
         unread.append("epochs")
     if getattr(args, "refine", None) == "drop":
@@ -266,6 +302,8 @@ def check_values(args):
             raise UserError(
                 f"--{name.replace('_', '-')} {getattr(args, name)}: must be a number from 0 to 1e30"
             )
+    if args.warmup < 0:
+        raise UserError(f"--warmup {args.warmup}: a number of steps, 0 or more")
     if not args.clip > 0:
         raise UserError(f"--clip {args.clip}: must be above 0; inf is no clipping")
     if not 0 <= args.correction <= 1:

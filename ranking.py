@@ -1,10 +1,13 @@
 """From scores to ranks, ranking files, and how well a ranking finds rows that are known to be bad.
 
-A ranking file has one line a row, best first: row_id, hash, rank (1 is the best), kept, and more.
+A ranking file has one line a row, best first: source, row_id, hash, rank (1 is the best), kept, and
+more.
 """
 
+import math
+
 from batches import answer_row, prompt_of, take, tokens_only
-from data.tokens import empty_prompt
+from data.tokens import LABELS, empty_prompt
 from models import context_length
 from runtime.processes import rank
 from selector import mean_ranks
@@ -13,6 +16,7 @@ from utils import UserError, each_jsonl, table, write_jsonl
 # ruff: isort: split
 import torch
 
+KEY = ("source", "row_id", "hash")  # what a line of a ranking knows its row by
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -58,7 +62,7 @@ def counted_weights(selector, masked=None):
 
 
 def write_ranking(path, lower, scores, keep_fraction, columns):
-    """A ranking, best row first: row_id, hash, rank, kept, the columns, and bad and kind if known.
+    """A ranking, best row first: source, row_id, hash, rank, kept, the columns, and known labels.
 
     scores (N,) higher is better; columns: {name: (N,) tensor, or a list where a value may be None}.
     Returns ranks (N,), kept (N,) bool.
@@ -73,8 +77,8 @@ def write_ranking(path, lower, scores, keep_fraction, columns):
 
 def ranking_lines(lower, order, columns):
     """The lines of a ranking, as dictionaries; order (N,): places of the rows, the best first."""
-    names = {"row_id", "hash", "bad", "kind"}.intersection(lower.column_names)
-    rows = lower.select_columns(sorted(names, reverse=True))
+    names = [name for name in KEY + LABELS if name in lower.column_names]
+    rows = lower.select_columns(names)
     for places in order.split(ROWS_AT_ONCE):
         for place, line in zip(places.tolist(), take(rows, places), strict=True):
             for name, values in columns.items():
@@ -83,56 +87,72 @@ def ranking_lines(lower, order, columns):
             yield line
 
 
-def kept_by(rows, file, unlisted="do not train"):
-    """[True, False, or None where the file does not list it: whether a ranking keeps a row].
+def listed(rows, file, column):
+    """What a ranking says of each row in a column: a list, None for a row that it does not list.
 
-    rows: the lower rows; file: a weights.jsonl, curated.jsonl or other ranking, whose lines belong
-    to rows by row_id and hash; unlisted: what is said of the rows that it does not list.
+    rows: a data set with source, row_id and hash; file: a weights.jsonl, curated.jsonl or other
+    ranking, whose lines belong to rows by source, row_id and hash. Where the rows and the ranking
+    have one source each, its name may differ: a file may have moved, and the hash tells.
     """
-    listed = {}
+    names = {line.get("source") for line in each_jsonl(file)}
+    several = len(names) > 1 or len(set(rows["source"][:])) > 1
+    values = {}
     for number, line in enumerate(each_jsonl(file), 1):
-        if type(line.get("kept")) is not bool or not {"row_id", "hash"} <= line.keys():
+        if not {"row_id", "hash", column} <= line.keys():
+            raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
+        key = (several and line.get("source"), line["row_id"])
+        value = (line["hash"], line[column])
+        if values.setdefault(key, value) != value:
             raise UserError(
-                f"{file} row {number}: a ranking has row_id, hash, rank and kept (true "
-                "or false) in every row"
+                f"{file} row {number}: row_id {line['row_id']} has another line that says "
+                "otherwise; leave one of them"
             )
-        verdict = (line["hash"], line["kept"])
-        if listed.setdefault(line["row_id"], verdict) != verdict:
-            raise UserError(
-                f"{file} row {number}: row_id {line['row_id']} is kept in one line and "
-                "not in another; leave one of them"
-            )
-    kept = []
-    for row_id, content in zip(rows["row_id"][:], rows["hash"][:], strict=True):
-        listed_hash, verdict = listed.pop(row_id, (content, None))
+    result = []
+    columns = (rows["source"][:], rows["row_id"][:], rows["hash"][:])
+    for source, row_id, content in zip(*columns, strict=True):
+        listed_hash, value = values.pop((several and source, row_id), (content, None))
         if listed_hash != content:
             raise UserError(
-                f"{file}: row_id {row_id} has hash {listed_hash}, the lower rows have "
+                f"{file}: row_id {row_id} of {source} has hash {listed_hash}, the rows have "
                 f"{content}: the ranking belongs to other data"
             )
-        kept.append(verdict)
-    missing = sum(verdict for _, verdict in listed.values())
-    if missing:
+        result.append(value)
+    if values:
+        print(f"warning: {len(values)} rows that {file} lists are not among these rows")
+    if None in result:
         print(
-            f"warning: {missing} of the {missing + kept.count(True)} rows that {file} keeps are "
-            "not among the lower rows"
+            f"warning: {result.count(None)} of the {len(result)} rows are not listed in {file}: "
+            "--keep leaves them out, --mask lets them train"
         )
-    if None in kept:
-        print(
-            f"warning: {kept.count(None)} of the {len(rows)} lower rows are not in {file} and "
-            f"{unlisted}"
-        )
+    return result
+
+
+def kept_by(rows, file):
+    """[True, False, or None where the file does not list it: whether a ranking keeps a row]."""
+    kept = listed(rows, file, "kept")
+    if not {type(verdict) for verdict in kept} <= {bool, type(None)}:
+        raise UserError(f"{file}: kept is true or false in every row of a ranking")
+    if True not in kept:
+        raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
     return kept
 
 
 def rows_not_kept(rows, file):
     """(N,) bool: the rows that a ranking lists and does not keep, one at least; see `kept_by`."""
-    kept = kept_by(rows, file, "train as they are")
-    if set(kept) == {False}:
-        raise UserError(f"{file}: keeps none of the {len(rows)} lower rows")
+    kept = kept_by(rows, file)
     if False not in kept:
         raise UserError(f"{file}: there is no row that it lists and does not keep")
     return torch.tensor([verdict is False for verdict in kept])
+
+
+def weights_of(rows, file):
+    """(N,) float64: the column "weight" of a ranking; 0 for rows that it does not list."""
+    weights = [value or 0.0 for value in listed(rows, file, "weight")]
+    if not all(isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights):
+        raise UserError(f"{file}: a weight is a number, 0 or more")
+    if sum(weights) == 0:
+        raise UserError(f"{file}: gives none of the {len(rows)} lower rows a weight")
+    return torch.tensor(weights, dtype=torch.float64)
 
 
 # --- rankings against known labels ----------------------------------------------------------------

@@ -7,6 +7,7 @@ what trains it. The method is in the scripts; nothing here takes a gradient.
 import contextlib
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from batches import mean_losses, row_losses
 from data import sets
 from data.layouts import conversation
 from data.tokens import show_example
+from generate import check_folded
 from runtime import folder, processes
 from selector import Selector
 from upper import dpo_margins, pair_logps, reference_margins, upper_losses
@@ -24,11 +26,33 @@ from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
 
 # ruff: isort: split
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from tqdm import tqdm
 
 # What a resumed run may change: training stays the same. keep_fraction moves `kept`.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "cache_dir", "keep_fraction", "fsdp")
+# The figures of a result that the RESULT line shows; result.json has all.
+HEADLINE = (
+    "method",
+    "seed",
+    "rows",
+    "base/upper_heldout",
+    "upper_heldout",
+    "upper_exact",
+    "upper_accuracy",
+    "upper_margin",
+    "base/lower_heldout",
+    "lower_heldout",
+    "lower_original",
+    "lower_kept",
+    "weight/auroc",
+    "final/auroc",
+    "base/auroc",
+    "answers_generated",
+    "refined/answers",
+    "refined/refined",
+    "refined/false_replacement",
+)
 SHOWN = (
     60  # rows at either end of the ranking whose text the run folder keeps, for the report
 )
@@ -42,7 +66,8 @@ class Rows:
     """Data sets of tokenised rows: what trains, and what is never trained on.
 
     lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
-    SFT without trusted rows, and so are held-out sets that no source names.
+    SFT without trusted rows, and so are held-out sets that no source names. reports: {level: what
+    reading it says, see `data.tokens.load_rows`}.
     """
 
     lower: object
@@ -50,6 +75,7 @@ class Rows:
     upper: object
     upper_heldout: object
     lower_heldout: object
+    reports: dict
 
     def by_name(self):
         """{name: rows} of the sets that there are."""
@@ -148,6 +174,8 @@ def set_up(args, device, tokenizer, rows, plan):
         dtype=model.dtype,
         device=model.device,
     )
+    if getattr(args, "weights", None):  # N softmax(log w) is w with mean one
+        selector.logits.copy_(ranking.weights_of(rows.lower, args.weights).log())
     out, saved = enter_run(args, rows, learner, selector)
     reference = dict.fromkeys(("upper", "upper_heldout"))
     if args.upper_loss == "dpo":
@@ -164,17 +192,19 @@ def read_sets(args, tokenizer):
     lower = levels.lower
     if getattr(args, "keep", None):
         kept = ranking.kept_by(lower, args.keep)
-        places = [place for place, verdict in enumerate(kept) if verdict]
-        if not places:
-            raise UserError(f"{args.keep}: keeps none of the {len(kept)} lower rows")
-        lower = lower.select(places)
+        lower = lower.select([place for place, verdict in enumerate(kept) if verdict])
     rows = Rows(
-        lower, levels.lower, levels.upper, levels.upper_heldout, levels.lower_heldout
+        lower,
+        levels.lower,
+        levels.upper,
+        levels.upper_heldout,
+        levels.lower_heldout,
+        levels.reports,
     )
     sets.check_vocabulary(rows.by_name(), config)
     for name, level in rows.by_name().items():
         tokens = int(sets.row_lengths(level).sum())
-        report = sets.left_out(levels.reports.get(name, {}))
+        report = sets.left_out(rows.reports.get(name, {}))
         print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
     print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
     return rows
@@ -220,12 +250,18 @@ def make_learner(args, device):
     tensors = dict(base.named_buffers()) | base.state_dict()
     fingerprints = {"base_weights": folder.fingerprint(tensors)}
     model = models.add_lora(
-        base, args.lora_rank, args.lora_alpha, args.adapter, args.gradient_checkpointing
+        base,
+        args.lora_rank,
+        args.lora_alpha,
+        args.adapter,
+        args.gradient_checkpointing,
+        args.lora_targets,
     )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if args.adapter:
         fingerprints["adapter_weights"] = folder.fingerprint(trained)
         warn_of_other_base(args.adapter, fingerprints["base_weights"])
+        check_folded(model, args.adapter)
     theta = list(trained.values())
     optimizer = torch.optim.Adam(theta, lr=args.lr)
     theta_hat = optimizer_hat = None
@@ -257,6 +293,8 @@ def enter_run(args, rows, learner, selector):
         "model": learner.fingerprints,
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
+    if processes.rank() == 0:
+        sets.write_set_aside(out, rows.reports)
     saved = folder.load_checkpoint(out, model)
     if saved is not None:
         selector.load_state_dict(saved["selector"])
@@ -266,21 +304,19 @@ def enter_run(args, rows, learner, selector):
 
 def measure_base(args, rows, model, reference, out, resumed):
     """`Base`, computed once and kept in the run folder."""
-    file = out / "weights" / "base_losses.safetensors"
-    losses = folder.read_once(
-        file, lambda path: load_file(path)["losses"].view(len(rows.lower))
-    )
+    name = "weights/base_losses.safetensors"
+    losses = folder.read_once(out, name, lambda content: load(content)["losses"])
     if losses is None:
-        with _before_training(args, model, file, resumed):
+        with _before_training(args, model, out / name, resumed):
             losses, _ = row_losses(model, rows.lower, label="base losses")
-        folder.write_once(file, save({"losses": losses}))
-    file = out / "base.json"
-    metrics = folder.read_once(file, lambda path: dict(json.loads(path.read_text())))
+        folder.write_once(out, name, save({"losses": losses}))
+    name = "base.json"
+    metrics = folder.read_once(out, name, json.loads)
     if metrics is None:
-        with _before_training(args, model, file, resumed):
+        with _before_training(args, model, out / name, resumed):
             values = held_out_metrics(model, rows, reference)
         metrics = {f"base/{key}": value for key, value in values.items()}
-        folder.write_once(file, json.dumps(metrics) + "\n")
+        folder.write_once(out, name, json.dumps(metrics) + "\n")
     return Base(metrics, losses)
 
 
@@ -300,6 +336,14 @@ def _before_training(args, model, file, resumed):
 # --- every step -----------------------------------------------------------------------------------
 
 
+def set_rate(args, learner, step):
+    """The learning rate of a step: from --lr / W to --lr over the W steps of --warmup."""
+    share = min(1.0, (step + 1) / max(1, args.warmup))
+    for optimizer in (learner.optimizer, learner.optimizer_hat):
+        if optimizer is not None:
+            optimizer.param_groups[0]["lr"] = args.lr * share
+
+
 def check_finite(step, norm, losses, lower, places):
     """`UserError` naming the rows when a step's loss or gradient is not a number.
 
@@ -316,14 +360,15 @@ def check_finite(step, norm, losses, lower, places):
     )
 
 
-def loss_metrics(rho, upper, weighted):
-    """What the log says of a step: upper losses (B_up,), and lower ones times their weights."""
-    upper_loss = upper.mean().item() if len(upper) else None
+def loss_metrics(rho, losses, weighted):
+    """What the log says of a step: `StepLosses`, and the lower ones (B_low,) times their weights."""
+    upper_loss = losses.upper.mean().item() if len(losses.upper) else None
     lower_loss = weighted.mean().item()
     return {
         "upper_loss": upper_loss,
         "lower_loss": lower_loss,
         "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
+        "grad_norm": losses.norm.item(),
     }
 
 
@@ -354,8 +399,8 @@ def held_out_metrics(model, rows, reference):
 
 def selector_report(selector, out, epoch):
     """Save omega after an epoch; its diagnostics as metrics, and a warning when it says little."""
-    file = out / "weights" / f"epoch_{epoch}.safetensors"
-    folder.write_once(file, save({"omega": selector.logits.cpu().contiguous()}))
+    omega = selector.logits.cpu().contiguous()
+    folder.write_once(out, f"weights/epoch_{epoch}.safetensors", save({"omega": omega}))
     report = selector.diagnostics()
     if report["uniform"] and len(selector.logits) > 1:
         tqdm.write(
@@ -444,6 +489,11 @@ def save_ranking(run, judged, keep_fraction):
     path = run.out / "weights.jsonl"
     lower = run.rows.lower
     ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
+    if "bad" in lower.column_names:
+        bad = torch.tensor(lower["bad"][:])
+        print(
+            f"{int((kept & bad).sum())} of the {int(kept.sum())} kept rows are labelled bad"
+        )
     if processes.rank() == 0:
         write_shown(run.out, lower, ranks)
     return {"rank": ranks, "kept": kept, **judged.columns}
@@ -454,25 +504,76 @@ def write_shown(out, lower, ranks):
     order = ranks.argsort().tolist()
     entries = []
     for row in lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])):
-        entry = {key: row[key] for key in ("row_id", "hash", "prompt", "response")}
+        entry = {key: row[key] for key in (*ranking.KEY, "prompt", "response")}
         if row.get("messages"):
             entry["messages"] = conversation(row)
         entries.append(entry)
     write_jsonl(out / "shown.jsonl", entries)
 
 
-def save_and_print(run, result, labels, scores):
-    """The adapter, the tables, result.json and the RESULT line."""
+def save_and_print(args, run, result, labels, scores):
+    """The adapter, the tables, result.json and the RESULT line. Returns all of the result."""
+    figures = result | labels
     if processes.rank() > 0:
-        return
-    models.save_adapter(run.learner.model, run.out / "adapter")
+        return figures
+    models.save_adapter(run.learner.model, run.out / "adapter", adapter_card(args, figures))
     if labels:
         ranking.print_label_table(labels, scores)
     print(table(["metric", "value"], list(result.items())))
-    result = result | labels
     file = run.out / "result.json"
-    text = json.dumps(result, indent=2) + "\n"
+    text = json.dumps(figures, indent=2) + "\n"
     if file.exists() and file.read_text() != text:  # ended before, with other kept rows
         (run.out / "losses.json").unlink(missing_ok=True)
     write_atomic(file, text)
-    print("RESULT " + json.dumps(result), flush=True)
+    print(
+        f"the kept rows as a file for a trainer: python eval.py export {run.out}\n"
+        f"one page to look at: python eval.py report {run.out}"
+    )
+    print("RESULT " + json.dumps(headline(figures)), flush=True)
+    return figures
+
+
+def headline(result):
+    """The figures of a result that the last line shows."""
+    return {name: result[name] for name in HEADLINE if name in result}
+
+
+def adapter_card(args, result):
+    """README.md of the adapter: what it was trained from, how, and what came out."""
+    lines = [
+        "---",
+        f"base_model: {args.model}",
+        "library_name: peft",
+        "---",
+        "",
+        f"# LoRA adapter, trained with --method {args.method}",
+        "",
+        f"- Base model: {args.model}",
+        f"- Noisy rows: {args.lower}",
+        f"- Trusted rows: {args.upper}",
+        f"- Command: `{command_of(args)}`",
+        "",
+        "| figure | value |",
+        "|---|---|",
+    ]
+    lines += [f"| {name} | {value} |" for name, value in headline(result).items()]
+    return "\n".join(lines) + "\n"
+
+
+def command_of(args):
+    """The command line of a run with every setting spelt out, and not where it writes."""
+    values = vars(args).copy()
+    script = "train_offline.py"
+    if values["method"] == "online":
+        script = "train_online.py"
+        del values["method"]
+    words = ["python", script]
+    for name, value in values.items():
+        if name in ("out", "cache_dir", "resume") or value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list):
+            words += value
+        elif value is not True:
+            words.append(str(value))
+    return shlex.join(words)

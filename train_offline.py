@@ -55,7 +55,8 @@ import torch
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        description="Offline bilevel data selection. Published values in brackets."
+        description="Offline bilevel data selection. Beside a default stands the published value.",
+        formatter_class=options.Help,
     )
     add = parser.add_argument_group("method").add_argument
     add(
@@ -64,8 +65,13 @@ def parse_args(argv=None):
         default="bds",
         help="bilevel selection, direct mixing at --rho, or SFT on the lower rows alone",
     )
-    add("--rho", type=float, help="weight of the lower level under --method mix (0.5)")
+    add(
+        "--rho",
+        type=float,
+        help="weight of the lower level under --method mix (without it: 0.5)",
+    )
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
+    add("--weights", help="mix and sft: a ranking file whose weights the lower rows have")
     add(
         "--token-budget",
         type=int,
@@ -78,10 +84,12 @@ def parse_args(argv=None):
         raise UserError(
             "--rho: for --method mix; the rho of bds is --rho-start and --rho-step"
         )
-    if args.rho is None:
+    if args.rho is None and args.method == "mix":
         args.rho = 0.5
-    if not 0 < args.rho <= 1:
+    if args.rho is not None and not 0 < args.rho <= 1:
         raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
+    if args.weights is not None and args.method == "bds":
+        raise UserError("--weights: for --method mix and sft; bds learns the weights")
     if args.token_budget is not None and args.method == "bds":
         raise UserError(
             "--token-budget: for --method mix and sft; rho's schedule counts epochs"
@@ -171,6 +179,7 @@ def train(args, run):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
+        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.lower, rows.lower, places)
 
@@ -189,8 +198,7 @@ def train(args, run):
             selector.step(places, costs, gamma)
 
         # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.lower)
-        metrics["grad_norm"] = losses.norm.item()
+        metrics |= session.loss_metrics(rho, losses, weights * losses.lower)
         metrics["tokens"] = batches.count_tokens(
             lower_batch + batches.sequences(upper_batch)
         )
@@ -206,7 +214,7 @@ def train(args, run):
 
 
 def finish(args, run):
-    """Every lower row ranked, the adapter, one table."""
+    """Every lower row ranked, the adapter, one table. Returns the result."""
     judged = session.judge_lower(args, run)
     if args.method == "bds":
         judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
@@ -214,21 +222,20 @@ def finish(args, run):
     ranked = session.save_ranking(run, judged, args.keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(run.rows.lower, judged.scores)
-    session.save_and_print(run, result, labels, judged.scores)
+    return session.save_and_print(args, run, result, labels, judged.scores)
 
 
 def main(argv=None):
+    """Train and judge, as the command line argv (a list of words) says; returns the result."""
     args = parse_args(argv)
     device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
-    options.penalties(
-        args, plan.num_epochs
-    )  # a rho outside (0, 1) is an error before the start
+    options.penalties(args, plan.num_epochs)  # a rho outside (0, 1) is an error at once
     run = session.set_up(args, device, tokenizer, rows, plan)
     train(args, run)
-    finish(args, run)
+    return finish(args, run)
 
 
 if __name__ == "__main__":

@@ -66,23 +66,34 @@ PRESETS = options.PRESETS | {
 
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(
-        description="Online self-refining generation. Published values in brackets."
+        description="Online self-refining generation. Beside a default stands the published value.",
+        formatter_class=options.Help,
     )
     add = parser.add_argument_group("method").add_argument
     add(
         "--mask",
         default="static",
-        help="static, dynamic, or a ranking file: masked are the rows that it does not keep "
-        "(static; safety: dynamic)",
+        help="static, dynamic, or a ranking file: masked are the rows that it does not keep"
+        "; published: static, safety: dynamic",
     )
     add(
         "--ratio-masked",
         type=float,
         default=0.1,
-        help="R, share of masked rows (0.05, 0.1, 0.2)",
+        help="R, share of masked rows; published: 0.05, 0.1, 0.2",
     )
-    add("--num-answers", type=int, default=1, help="G, answers to a masked question (1, 5)")
-    add("--k-gen", type=int, default=500, help="K_gen, steps between refreshes (500)")
+    add(
+        "--num-answers",
+        type=int,
+        default=1,
+        help="G, answers to a masked question; published: 1, 5",
+    )
+    add(
+        "--k-gen",
+        type=int,
+        default=500,
+        help="K_gen, steps between refreshes; published: 500",
+    )
     add("--first-refresh", type=int, default=0, help="step of the first refresh")
     add(
         "--refine",
@@ -96,13 +107,14 @@ def parse_args(argv=None):
         default="sequence",
         help="weight of an answer: r, or G lambda",
     )
-    add("--temperature", type=float, default=0.8, help="(0.8)")
-    add("--max-new-tokens", type=int, default=512, help="(512)")
+    add("--temperature", type=float, default=0.8, help="published: 0.8")
+    add("--max-new-tokens", type=int, default=512, help="published: 512")
     add(
         "--generation-batch",
         type=int,
         default=64,
-        help="answers at a time; in bf16 another number writes others (64, safety 16)",
+        help="answers at a time; in bf16 another number writes others; published: 64, "
+        "safety: 16",
     )
     options.add_arguments(parser)
     parser.set_defaults(method="online")
@@ -408,7 +420,7 @@ def sampling_options(args, run):
     return {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
-        "end_ids": curate.end_tokens(run.rows.lower, run.tokenizer),
+        "end_ids": curate.end_tokens(run.tokenizer, args.template, run.learner.model),
         "batch_size": args.generation_batch,
     }
 
@@ -469,6 +481,7 @@ def train(args, run, masking):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
+        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
@@ -488,9 +501,8 @@ def train(args, run, masking):
             selector.step(places[present], costs.cpu()[present], gamma * share)
 
         # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.weighted)
+        metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
-        metrics["grad_norm"] = losses.norm.item()
         lower_batch = [row for answers in lower_batch for row in answers.rows]
         metrics["tokens"] = batches.count_tokens(
             lower_batch + batches.sequences(upper_batch)
@@ -524,7 +536,7 @@ def restore(saved, masking, num_rows):
 
 
 def finish(args, run, masking, mask, buffer, num_written):
-    """Every lower row ranked, masked questions answered once more, the adapter, one table."""
+    """Every lower row ranked, masked questions answered again, the adapter. Returns the result."""
     lower = run.rows.lower
     judged = session.judge_lower(args, run)
     omega = run.selector.logits.cpu()
@@ -552,23 +564,22 @@ def finish(args, run, masking, mask, buffer, num_written):
     sampling = sampling_options(args, run)
     result["answers_generated"] = num_written
     result |= curate.curated_set(run, places, buffer, columns, sampling, args.template)
-    session.save_and_print(run, result, labels, judged.scores)
+    return session.save_and_print(args, run, result, labels, judged.scores)
 
 
 def main(argv=None):
+    """Train and judge, as the command line argv (a list of words) says; returns the result."""
     args = parse_args(argv)
     device = join_processes()
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
-    options.penalties(
-        args, plan.num_epochs
-    )  # a rho outside (0, 1) is an error before the start
+    options.penalties(args, plan.num_epochs)  # a rho outside (0, 1) is an error at once
     masking = plan_masks(args, plan, rows.lower)
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)
     run = session.set_up(args, device, tokenizer, rows, plan)
-    finish(args, run, masking, *train(args, run, masking))
+    return finish(args, run, masking, *train(args, run, masking))
 
 
 if __name__ == "__main__":

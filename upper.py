@@ -4,7 +4,7 @@ from runtime.folder import read_once, write_once
 
 # ruff: isort: split
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 
 from batches import cycle, row_losses, sequences, take, tokens_only
 
@@ -54,16 +54,16 @@ def reference_margins(model, sets, out):
 
     sets: {name: pairs}. The adapter is switched off; computed once, the run folder `out` keeps it.
     """
-    file = out / "weights" / "reference_margins.safetensors"
-    margins = read_once(file, load_file)
+    name = "weights/reference_margins.safetensors"
+    margins = read_once(out, name, load)
     if margins is None:
         margins = {}
         with model.disable_adapter():
-            for name, pairs in sets.items():
-                logps = pair_logps(model, pairs, f"reference, {name}")
+            for level, pairs in sets.items():
+                logps = pair_logps(model, pairs, f"reference, {level}")
                 chosen, rejected = logps.view(-1, 2).T
-                margins[name] = chosen - rejected
-        write_once(file, save(margins))
+                margins[level] = chosen - rejected
+        write_once(out, name, save(margins))
     return margins
 
 

@@ -3,8 +3,9 @@
 The parts of gpu_parts.py run in the order of their value, each for a limited time and in a process
 of its own: a process that hangs in a kernel or in a compiler never comes back to Python, so no
 alarm reaches it, but it can be killed; and a kernel that breaks takes its CUDA context with it, not
-the other parts. The processes are forked from this one, which has imported everything and never
-touched the GPU, so each starts at once.
+the other parts. The processes are forked from this one, which has imported everything and not
+touched the GPU, so each starts at once. bitsandbytes touches it when it is imported: then each
+starts a Python of its own, which takes some seconds.
 
 A part's result is a file in --out. A part whose file holds a result is not measured again. One that
 failed or hung is tried once more by the next call, one that lacked a package by every call.
@@ -68,7 +69,11 @@ def run_part(part, file, seconds):
 
     Where the call's time is over first, that says nothing about the part.
     """
-    process = multiprocessing.get_context("fork").Process(target=child, args=(part, file))
+    from torch import cuda
+
+    # A fork cannot use the GPU that its parent has touched.
+    start = multiprocessing.get_context("spawn" if cuda.is_initialized() else "fork")
+    process = start.Process(target=child, args=(part, file))
     sys.stdout.flush()
     process.start()
     try:

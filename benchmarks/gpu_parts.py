@@ -152,7 +152,7 @@ def parts_of(sizes, folder):
 
     def steps(name, *arguments):
         measure = call(run_steps, *arguments)
-        return Part(name, 200, measure, step_table)
+        return Part(name, 300, measure, step_table)
 
     shapes, rounds = sizes.shapes, sizes.step_rounds
     planned = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]

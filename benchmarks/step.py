@@ -10,6 +10,7 @@ theta^{k+1} (its extra forward is half a LoRA step's products), 1 with the loss 
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,9 +56,15 @@ def masked_rows(rows):
     return rows[: max(1, round(MASKED_SHARE * len(rows)))]
 
 
-def as_transformers_has_it(model):
-    """The PEFT model over the same tensors, with torch's attention and PEFT's own LoRA layers."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+def as_transformers_has_it(model, own_adapter=False):
+    """The PEFT model over the same tensors, with torch's attention and PEFT's own LoRA layers.
+
+    own_adapter: the trained tensors are copies.
+    """
+    shared = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not (own_adapter and tensor.requires_grad):
+            shared[id(tensor)] = tensor
     twin = copy.deepcopy(model, shared)
     for module in twin.modules():
         vars(module).pop("forward", None)
@@ -190,12 +197,19 @@ class Steps:
         models.update(self.theta, self.optimizer, CLIP)
         return total
 
+    @functools.cached_property
     def trainer(self):
-        """TRL's steps in the order in which `compare_steps` calls them: twice before round 0."""
-        turns = [0, 0, *range(len(self.batches))]
-        rows = [self.rows(turn) for turn in turns]
+        """TRL's steps in the order in which `compare_steps` calls them: twice before round 0.
+
+        Made by the first of them, so what it raises is that step's. It trains an adapter of its
+        own, because it casts that of a 4-bit model to bf16, in place.
+        """
+        rows = [self.rows(turn) for turn in (0, 0, *range(len(self.batches)))]
         return TrainerSteps(
-            as_transformers_has_it(self.model), rows, self.micro_batch, CLIP
+            as_transformers_has_it(self.model, own_adapter=True),
+            rows,
+            self.micro_batch,
+            CLIP,
         )
 
 
@@ -244,7 +258,7 @@ def variants_of(steps, groups=(1,)):
         variants[online_name(group)] = Variant(call, answers=group, scored=True)
     variants[PADDED] = Variant(steps.two_padded, is_peer=True)
     if installed("trl"):
-        variants[TRL] = Variant(steps.trainer(), is_peer=True)
+        variants[TRL] = Variant(lambda turn: steps.trainer(turn), is_peer=True)
     return variants
 
 
@@ -260,6 +274,7 @@ def first_step(variant, model):
             raise
         failed = first_line(error)
     model.zero_grad()  # of a step that broke off
+    gc.collect()
     torch.cuda.empty_cache()
     return {"failed": failed}
 

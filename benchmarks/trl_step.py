@@ -64,8 +64,9 @@ class TrainerSteps(TrainerCallback):
         """The next step's loss."""
         self.go.release()
         self.done.acquire()
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None  # its frames hold the step's memory
+        if error:
+            raise error
         return self.loss
 
 

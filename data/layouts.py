@@ -1,15 +1,16 @@
 """What a row says, whatever its columns are called: layouts -> messages.
 
 A message is {"role": "system" | "user" | "assistant" | "tool", "content": text}, and "lost" when it
-holds something that is not text: "tool_call" or "image_or_other_part". Such a row is dropped: an
-answer about an image it never sees, or behind a call it never makes, teaches a model to invent.
-"weight": 0 marks an answer that is read and not trained on, as in OpenAI's format.
+holds something that is not text: a tool call, an image. Such a row is set aside: an answer about an
+image it never sees, or behind a call it never makes, teaches a model to invent. "weight": 0 marks
+an answer that is read and not trained on, as in OpenAI's format.
 """
 
 import json
 import re
+from collections import Counter
 
-from utils import UserError
+from utils import UserError, content_hash
 
 LAYOUTS = {  # the first whose columns are all there wins
     "prompt/chosen/rejected": ("prompt", "chosen", "rejected"),
@@ -21,22 +22,11 @@ LAYOUTS = {  # the first whose columns are all there wins
     "prompt/response": ("prompt", "response"),
     "prompt/completion": ("prompt", "completion"),
 }
-NAMES = (
+LABELS = (
     "bad",
-    "chosen",
-    "completion",
-    "conversations",
-    "input",
-    "instruction",
     "kind",
-    "messages",
-    "output",
-    "prompt",
-    "question",
-    "rejected",
-    "response",
-    "system",
-)
+)  # columns that a source may have: what is known to be wrong with a row
+NAMES = sorted({*LABELS, "input", "system"}.union(*LAYOUTS.values()))
 MEDIA = (
     "image",
     "images",
@@ -52,14 +42,13 @@ CALLS = (
     "tool_use",
 )  # keys, roles and types of parts
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
-KEYS = {
-    "role",
-    "from",
-    "content",
-    "value",
-    "weight",
-    *CALLS,
-}  # the keys of a message that are read
+TEXT_KEYS = ("content", "value", "text", "parts")  # where a message or a part has its text
+KEYS = ("role", "from", "weight", "type", *CALLS)  # its other keys that are read
+NAMING = ("id", "name", "model", "timestamp", "date", "tool_call_id")  # never its text
+EMPTY = (None, "", [])
+LOST_CALL = "a tool call"
+LOST_WEIGHT = "a turn that joins a trained and an untrained answer"
+LOST_PART = "an image or another part that is not text"
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -77,7 +66,46 @@ ROLES = {
     "tool_response": "tool",
     "observation": "tool",
 }
+# What ends a turn in the templates of known models. At the end of an answer it is no text.
+END_MARKERS = (
+    "</s>",
+    "<eos>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|eot|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 VISIBLE = re.compile(r"[^\s\u00ad\u200b-\u200f\u2060\ufeff]")  # a text without one is empty
+
+
+class Unusable(Exception):
+    """A row that cannot be trained on: whoever reads rows sets it aside by this reason.
+
+    The reason is a few plain words that many rows share, never a text of the row.
+    """
+
+
+class Notes:
+    """What the rows that were read had in them, for a report.
+
+    layouts: usable rows by layout. columns: their names. unread: keys of messages that held
+    something and are not read. counts: "renamed" rows, "numbers" (cells), "greetings" and "ends"
+    (turns).
+    """
+
+    def __init__(self):
+        self.layouts = Counter()
+        self.columns = set()
+        self.unread = set()
+        self.counts = Counter()
 
 
 # --- columns --------------------------------------------------------------------------------------
@@ -100,110 +128,135 @@ def parse_columns(columns):
     return names
 
 
-def find_layout(columns, place, given=None):
-    """The name of the layout that these columns are; given: the source's own, for the message."""
-    for layout, needed in LAYOUTS.items():
-        if all(column in columns for column in needed):
-            return layout
-    raise UserError(
-        f"{place}: unknown layout with the columns {', '.join(map(repr, given or columns))}. "
-        f"Known: {'; '.join(LAYOUTS)}. Name every column that is needed with --lower-columns or "
-        "--upper-columns, for example --lower-columns prompt=question,response=answer"
-    )
-
-
-def unread_columns(names, layout, columns):
-    """Those of the source's column names that this layout does not read.
+def renamed(row, columns, notes):
+    """A source's row with our names for its columns; as it is when it has none of the named ones.
 
     columns: those of `parse_columns`.
     """
-    read = {*LAYOUTS[layout], *MEDIA, *columns.values()}
-    optional = {"system", "bad", "kind"}
-    if layout == "alpaca":
+    if not any(theirs in row for theirs in columns.values()):
+        return row
+    names = {}
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise Unusable(f'no column "{theirs}"')
+        names[ours] = row[theirs]
+    notes.counts["renamed"] += 1
+    if columns.keys() <= {*LABELS}:  # the layout stays that of the source
+        return row | names
+    kept = {}
+    for name in (*LABELS, "system", "input"):
+        if name in row and name not in columns.values():
+            kept[name] = row[name]
+    return kept | names
+
+
+def find_layout(row, usual):
+    """The layout of a row: that of rows before it if its columns are there, else the first."""
+    for layout in filter(None, (usual, *LAYOUTS)):
+        if all(column in row for column in LAYOUTS[layout]):
+            return layout
+    if usual is None:
+        raise Unusable("no known layout")
+    missing = next(column for column in LAYOUTS[usual] if column not in row)
+    raise Unusable(f'no column "{missing}"')
+
+
+def unread_columns(notes, columns):
+    """Names of columns, and of keys of messages, that no row's layout reads."""
+    read = {*MEDIA, *columns.values()}.union(*map(LAYOUTS.get, notes.layouts))
+    optional = {*LABELS, "system"}
+    if "alpaca" in notes.layouts:
         optional.add("input")
     read |= optional - columns.keys()
-    return sorted(f"{name!a:.40}" for name in names - read)
-
-
-def unread_keys(row, layout):
-    """Keys that hold something in a row's messages and are not read, such as reasoning."""
-    unread = set()
-    for column in LAYOUTS[layout]:
-        messages = row.get(column)
-        if not isinstance(messages, list):
-            continue
-        for message in messages:
-            if not isinstance(message, dict):
-                continue
-            for key in message.keys() - KEYS:
-                if message[key] not in (None, "", []):
-                    unread.add(f"{key} of messages")
-    return unread
+    return sorted(f"{name!a:.40}" for name in (notes.columns | notes.unread) - read)
 
 
 # --- a row ----------------------------------------------------------------------------------------
 
 
-def row_messages(row, layout, side, place):
-    """A row of any layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
+def read_row(given, columns, side, notes):
+    """A source's row -> (the row under our names, its messages up to the answer to train on).
+
+    side: "chosen" or "rejected", the answer of preference pairs. Raises `Unusable`.
+    """
+    _check_object(given, "the row")
+    if {"row_id", "hash", "rank", "recommended"} <= given.keys():
+        raise Unusable(
+            "a line of a run's curated.jsonl, rejected answers included (train on what `python "
+            "eval.py export` makes of that run)"
+        )
+    notes.columns.update(given)
+    row = renamed(given, columns, notes)
+    layout = find_layout(row, next(iter(notes.layouts), None))
+    if side == "rejected" and side not in LAYOUTS[layout]:
+        raise Unusable("no rejected answer")
+    turns = row_messages(row, layout, side, notes)
+    messages = clean_messages(turns, END_MARKERS, notes)
+    check_usable(messages, given)
+    notes.layouts[layout] += 1
+    return row, messages
+
+
+def _check_object(value, name):
+    if isinstance(value, Unusable):  # why the source has none
+        raise value
+    if not isinstance(value, dict):
+        raise Unusable(f"{name} is no object")
+
+
+def row_messages(row, layout, side, notes):
+    """A row of a layout -> messages `[{"role", "content"}, ...]`, a column "system" first.
 
     An empty system turn, as exports of chats have it, is left out.
     """
     turns = []
-    for turn in _turns(row, layout, side, place):
+    for turn in _turns(row, layout, side, notes):
         if turn["role"] != "system" or "lost" in turn or VISIBLE.search(turn["content"]):
             turns.append(turn)
     if any(turn["role"] == "system" for turn in turns):
         return turns
-    system = text_of(row.get("system") or "", f'{place}: "system"')
+    system = text_of(row.get("system"), '"system"', notes)
     if VISIBLE.search(system):
         turns.insert(0, {"role": "system", "content": system})
     return turns
 
 
-def _turns(row, layout, side, place):
-    def get(column):
-        if column not in row:
-            raise UserError(
-                f'{place}: no column "{column}"; found {", ".join(map(str, row))}'
-            )
-        return row[column]
-
+def _turns(row, layout, side, notes):
     def text(column):
-        return text_of(get(column), f'{place}: "{column}"')
+        return text_of(row.get(column), f'"{column}"', notes)
 
     if layout == "alpaca":
         prompt = text("instruction")
-        if text_of(row.get("input"), f'{place}: "input"').strip():
-            prompt += "\n" + text("input")
+        more = text("input")
+        if more.strip():
+            prompt += "\n" + more
         return _exchange(prompt, text("output"))
     if isinstance(row.get("input"), str) and VISIBLE.search(row["input"]):
-        raise UserError(
-            f'{place}: "input" has text that would not be read; name the columns '
-            "instruction=...,input=input,output=... with --lower-columns or --upper-columns, or "
-            "remove it"
+        raise Unusable(
+            '"input" has text that this layout does not read (name the columns '
+            "instruction=...,input=input,output=... to read it)"
         )
     if layout in ("messages", "conversations"):
-        return _messages(get(layout), f'{place}: "{layout}"')
+        return _messages(row[layout], notes)
     if layout == "openorca":
         return _exchange(text("question"), text("response"))
     if layout == "chosen/rejected dialogues":
-        read = _dialogue if isinstance(get(side), str) else _messages
-        return read(get(side), f'{place}: "{side}"')
+        if isinstance(row[side], str):
+            return _dialogue(row[side])
+        return _messages(row[side], notes)
     answer = layout.removeprefix("prompt/")  # "response" or "completion"
     if layout == "prompt/chosen/rejected":
         answer = side
-    reply = get(answer)
-    if not isinstance(reply, list):
-        reply = [{"role": "assistant", "content": text(answer)}]
-    else:
-        reply = _messages(reply, f'{place}: "{answer}"')
+    if isinstance(row[answer], list):
+        reply = _messages(row[answer], notes)
         if (
             reply and reply[0]["role"] != "assistant"
         ):  # the whole dialogue, its prompt included
             return reply
-    if isinstance(get("prompt"), list):
-        return _messages(get("prompt"), f'{place}: "prompt"') + reply
+    else:
+        reply = [{"role": "assistant", "content": text(answer)}]
+    if isinstance(row["prompt"], list):
+        return _messages(row["prompt"], notes) + reply
     prompt = text("prompt")
     if (
         reply
@@ -211,7 +264,7 @@ def _turns(row, layout, side, place):
         and prompt.rstrip().endswith("\n\nAssistant:")
     ):
         reply[0]["content"] = reply[0]["content"].strip()
-        return _dialogue(prompt, f'{place}: "prompt"')[:-1] + reply
+        return _dialogue(prompt)[:-1] + reply
     return [{"role": "user", "content": prompt}, *reply]
 
 
@@ -222,70 +275,86 @@ def _exchange(prompt, response):
     ]
 
 
-def text_of(value, place):
-    """A cell as text, "" for an empty one; half a surrogate pair becomes a question mark."""
-    if value is None:  # an empty cell
+def text_of(value, name, notes):
+    """A cell as text: "" for an empty one, "42" and "true" for numbers and booleans.
+
+    Half a surrogate pair, legal in JSON and fatal to tokenizers and Arrow, becomes a question mark.
+    """
+    if value is None or value != value:  # an empty cell; tables write it as NaN
         return ""
+    if isinstance(value, (int, float)):
+        notes.counts["numbers"] += 1
+        return json.dumps(value)
     if not isinstance(value, str):
-        raise UserError(
-            f"{place} must be text, not {type(value).__name__} ({str(value)[:40]})"
-        )
+        raise Unusable(f"{name} is not text ({type(value).__name__})")
     if value.isascii():
         return value
-    # Half a surrogate pair is legal in JSON and fatal to tokenizers and Arrow.
     return value.encode("utf-8", "replace").decode()
 
 
-def _messages(value, place):
+def _messages(value, notes):
     if not isinstance(value, list):
-        raise UserError(f"{place} must be a list of messages, not {type(value).__name__}")
-    return [
-        _message(item, f"{place} message {number}") for number, item in enumerate(value)
-    ]
+        raise Unusable(f"not a list of messages ({type(value).__name__})")
+    return [_message(item, notes) for item in value]
 
 
-def _message(item, place):
-    if not isinstance(item, dict):
-        raise UserError(f"{place} must be an object, not {type(item).__name__}")
+def _message(item, notes):
+    _check_object(item, "a message")
     role = str(item.get("role") or item.get("from")).lower()
     if role not in ROLES:
-        raise UserError(f"{place} has the role {role!r}; known: {', '.join(ROLES)}")
-    content = item.get("content")
-    if content is None:
-        content = item.get("value")
+        raise Unusable(f"the unknown role {role!a:.30}")
+    content = _text_under(item, notes)
     kinds = set()
     if isinstance(content, list):
-        content, kinds = _join_parts(content, place)
-    message = {"role": ROLES[role], "content": text_of(content, f"{place}: content")}
+        content, kinds = _join_parts(content, notes)
+    message = {"role": ROLES[role], "content": text_of(content, "a message", notes)}
     weight = item.get("weight")
     if weight not in (None, 0, 1):
-        raise UserError(f"{place} has the weight {weight!r}; it must be 0 or 1")
+        raise Unusable("a weight that is neither 0 nor 1")
     if weight == 0:
         message["weight"] = 0
     if role in CALLS or kinds.intersection(CALLS) or any(item.get(key) for key in CALLS):
-        message["lost"] = "tool_call"
+        message["lost"] = LOST_CALL
     elif not kinds.issubset(TEXTS):
-        message["lost"] = "image_or_other_part"
+        message["lost"] = LOST_PART
     return message
 
 
-def _join_parts(content, place):
+def _text_under(item, notes):
+    """What stands under the first of TEXT_KEYS that holds something, of a message or a part.
+
+    Other keys that hold something are noted. Where only they hold text, the row is `Unusable`: its
+    turn would be empty.
+    """
+    read = next((key for key in TEXT_KEYS if item.get(key) not in EMPTY), None)
+    for key, value in item.items():
+        if key in (read, *KEYS) or value in EMPTY:
+            continue
+        notes.unread.add(f"{key} of messages")
+        if read is None and isinstance(value, str) and key not in NAMING:
+            raise Unusable(f"the text of a message stands under the key {key!a:.30}")
+    return item.get(read)
+
+
+def _join_parts(content, notes):
     """(text, types) of a content in parts, of which only text can be trained on."""
     texts = []
     kinds = set()
     for item in content:
         if isinstance(item, dict):
-            kinds.add(str(item.get("type") or ("text" if "text" in item else "other")))
-            item = item.get("text")
-        texts.append(text_of(item, place))
+            has_text = any(key in item for key in TEXT_KEYS)
+            kind = str(item.get("type") or ("text" if has_text else "other"))
+            kinds.add(kind)
+            item = _text_under(item, notes) if kind in TEXTS else None
+        texts.append(text_of(item, "a part of a message", notes))
     return "".join(texts), kinds
 
 
-def _dialogue(text, place):
+def _dialogue(text):
     """An hh-rlhf transcript, `\\n\\nHuman: ...\\n\\nAssistant: ...`, -> messages."""
     before, *turns = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
     if before.strip() or not turns:
-        raise UserError(f'{place} is not a dialogue that starts with "\\n\\nHuman: "')
+        raise Unusable('not a dialogue that starts with "Human: "')
     messages = []
     for who, words in zip(turns[::2], turns[1::2], strict=True):
         messages.append({"role": ROLES[who.lower()], "content": words.strip()})
@@ -295,7 +364,7 @@ def _dialogue(text, place):
 # --- messages -------------------------------------------------------------------------------------
 
 
-def clean_messages(messages, end_markers):
+def clean_messages(messages, end_markers, notes):
     """Messages up to the last answer to train on, roles alternating, end markers cut; or [].
 
     Many chat sets start in the middle (an assistant turn first) or end on a question; neither is
@@ -307,8 +376,11 @@ def clean_messages(messages, end_markers):
         asked = asked or message["role"] == "user"
         if message["role"] == "assistant":
             if not asked:
+                notes.counts["greetings"] += 1
                 continue
-            message = message | {"content": _cut_end(message["content"], end_markers)}
+            content = _cut_end(message["content"], end_markers)
+            notes.counts["ends"] += content != message["content"]
+            message = message | {"content": content}
         if cleaned and cleaned[-1]["role"] == message["role"]:
             cleaned[-1] = _joined(cleaned[-1], message)
         else:
@@ -320,37 +392,41 @@ def clean_messages(messages, end_markers):
 
 def _cut_end(content, end_markers):
     """An answer without the end markers at its very end."""
-    while True:
-        bare = content.rstrip()
-        marker = next((marker for marker in end_markers if bare.endswith(marker)), None)
-        if marker is None:
-            return content
-        content = bare.removesuffix(marker).rstrip()
+    while content.rstrip().endswith(end_markers):
+        content = content.rstrip()
+        for marker in end_markers:
+            content = content.removesuffix(marker)
+        content = content.rstrip()
+    return content
 
 
 def _joined(first, second):
     """Two turns of one role as one."""
     content = first["content"] + "\n" + second["content"]
     if first["role"] == "assistant" and ("weight" in first) != ("weight" in second):
-        return {"role": "assistant", "content": content, "lost": "mixed_weights"}
+        return {"role": "assistant", "content": content, "lost": LOST_WEIGHT}
     return first | second | {"content": content}
 
 
-def why_unusable(messages, row):
-    """Why cleaned messages hold nothing to train on; None when they do. row: all its columns."""
+def check_usable(messages, row):
+    """`Unusable` when cleaned messages hold nothing to train on. row: all its columns."""
     if not messages:
-        return "no_assistant_turn"
-    lost = {message["lost"] for message in messages if "lost" in message}
+        raise Unusable("no answer to a question")
+    lost = {message.get("lost") for message in messages}
     if any(row.get(column) for column in MEDIA):
-        lost.add("image_or_other_part")
-    for reason in ("tool_call", "mixed_weights", "image_or_other_part"):
+        lost.add(LOST_PART)
+    for reason in (LOST_CALL, LOST_WEIGHT, LOST_PART):
         if reason in lost:
-            return reason
+            raise Unusable(reason)
     if not VISIBLE.search(messages[-1]["content"]):
-        return "empty_response"
+        raise Unusable("an empty answer")
     if not any(VISIBLE.search(message["content"]) for message in messages[:-1]):
-        return "empty_prompt"
-    return None
+        raise Unusable("an empty prompt")
+
+
+def row_hash(messages):
+    """The content hash of a row's messages: of what is asked and what is answered."""
+    return content_hash(transcript(messages[:-1]), messages[-1]["content"])
 
 
 def transcript(messages):

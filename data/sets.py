@@ -4,7 +4,9 @@ Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out on
 """
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.compute
@@ -12,7 +14,7 @@ import torch
 
 from data.tokens import TOKEN_COLUMNS, load_rows
 from runtime.processes import first_goes_first
-from utils import UserError, content_hash
+from utils import UserError, content_hash, write_jsonl
 
 LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 
@@ -20,13 +22,17 @@ LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 def load_levels(args, tokenizer, context_length):
     """Lower, upper and held-out rows; a prompt that is held out is on no training level.
 
-    args: those of options.add_data_arguments, and `seed`. Returns a namespace: lower, upper (None
-    for sft without one), upper_heldout, lower_heldout (None without a source): data sets of
-    tokenised rows; reports: {name: report of tokens.load_rows}. Without a source of held-out upper
-    rows, a tenth of the upper rows is held out, at most 500.
+    args: those of options.add_data_arguments, and `seed`; each level is one source or a list of
+    them. Returns a namespace: lower, upper (None for sft without one), upper_heldout, lower_heldout
+    (None without a source): data sets of tokenised rows; reports: {name: report of
+    tokens.load_rows}. No row is longer than the model's context. Without a source of held-out
+    upper rows, a tenth of the upper rows is held out, at most 500.
     """
     if args.upper_loss == "dpo" and args.upper is None:
         raise UserError("--upper-loss dpo: needs preference pairs as --upper")
+    max_length = min(args.max_length, context_length)
+    if max_length < args.max_length:
+        print(f"--max-length is {max_length} tokens here, the model's context")
     levels = dict.fromkeys(LEVELS)
     reports = {}
     with first_goes_first():
@@ -37,20 +43,25 @@ def load_levels(args, tokenizer, context_length):
             level = name.removesuffix(
                 "_heldout"
             )  # held-out rows are read the way their level is
+            columns = getattr(args, f"{level}_columns")
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
                 source,
                 tokenizer,
                 name=name,
-                columns=getattr(args, f"{level}_columns"),
+                columns=columns,
                 template=args.template,
                 turns=args.turns,
-                max_length=args.max_length,
+                max_length=max_length,
                 limit=getattr(args, f"{name}_limit", None),
                 seed=args.seed,
                 cache_dir=args.cache_dir,
             )
-            check_lengths(levels[name], context_length, name)
+            if columns and name == level and not reports[name]["renamed"]:
+                raise UserError(
+                    f"no row has a column that --{name}-columns {columns} names"
+                )
+            warn_of_cut_answers(name, reports[name], max_length)
     upper = levels["upper"]
     if upper is not None and levels["upper_heldout"] is None:
         count = max(1, min(500, len(upper) // 10))
@@ -62,28 +73,45 @@ def load_levels(args, tokenizer, context_length):
     return SimpleNamespace(**levels, reports=reports)
 
 
+def warn_of_cut_answers(name, report, max_length):
+    """A warning where more than a tenth of the answers have lost their end."""
+    cut, kept = report["truncated"], report["rows_kept"]
+    if cut > kept / 10:
+        print(
+            f"warning: {name}: {cut} of {kept} answers ({cut / kept:.0%}) are cut at {max_length} "
+            "tokens and never learn to end; a larger --max-length or shorter rows keep them whole"
+        )
+
+
 def drop_held_out(levels, reports):
     """Take rows whose prompt is held out from the training levels, in place.
 
-    Their losses would flatter the run. A report's "dropped" gains their row_ids as
-    "held_out_prompt".
+    Their losses would flatter the run. A report's "set_aside" gains them.
     """
     for train in ("lower", "upper"):
         for held_out in ("upper_heldout", "lower_heldout"):
-            if levels[train] is None or levels[held_out] is None:
+            rows = levels[train]
+            if rows is None or levels[held_out] is None:
                 continue
-            shared = prompt_overlap(levels[train], levels[held_out])
+            shared = prompt_overlap(rows, levels[held_out])
             if not shared:
                 continue
-            reports[train]["dropped"].setdefault("held_out_prompt", []).extend(shared)
-            row_ids = levels[train]["row_id"]
-            gone = set(shared)
-            kept = [place for place, row_id in enumerate(row_ids) if row_id not in gone]
-            if not kept:
+            if len(shared) == len(rows):
                 raise UserError(
                     f"{train}: every row has a prompt that is held out in {held_out}"
                 )
-            levels[train] = levels[train].select(kept)
+            keys = each_row(rows.select(shared), "source", "row_id")
+            set_aside(reports[train], keys, "its prompt is held out")
+            gone = set(shared)
+            kept = [place for place in range(len(rows)) if place not in gone]
+            levels[train] = rows.select(kept)
+
+
+def set_aside(report, keys, reason):
+    """Add tokenised rows, by (source, row_id), to those that a report says are set aside."""
+    for source, row_id in keys:
+        row = {"source": source, "row_id": row_id, "place": f"row {row_id}"}
+        report["set_aside"].append(row | {"reason": reason})
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -102,32 +130,25 @@ def load_pairs(source, tokenizer, **options):
     """Preference pairs: `load_rows` of the chosen side, with the rejected side's token columns.
 
     A pair needs both sides, of one question; one whose sides are equal says nothing. Pairs of
-    other kinds are dropped: the report gains "unpaired", "two questions" and "equal", lists of
-    row_ids.
+    other kinds are set aside.
     """
     import datasets
 
     chosen, report = load_rows(source, tokenizer, side="chosen", **options)
     rejected, rejected_report = load_rows(source, tokenizer, side="rejected", **options)
-    if "chosen" not in report["layout"]:
-        raise UserError(
-            f"{source}: preference pairs need chosen and rejected columns; this is the "
-            f"{report['layout']} layout"
-        )
     partners = _sides(rejected)
-    dropped = {"unpaired": [], "two questions": [], "equal": []}
     places = []
     partner_places = []
-    for row_id, side in _sides(chosen).items():
-        partner = partners.get(row_id)
+    for key, side in _sides(chosen).items():
+        partner = partners.get(key)
         if partner is None:
-            dropped["unpaired"].append(row_id)
+            set_aside(report, [key], "no usable rejected answer")
         elif partner.prompt != side.prompt:
-            dropped["two questions"].append(row_id)
+            set_aside(report, [key], "two questions")
         elif (
             partner.answers & side.answers
         ):  # as texts, or as what --max-length leaves of them
-            dropped["equal"].append(row_id)
+            set_aside(report, [key], "equal answers")
         else:
             places.append(side.place)
             partner_places.append(partner.place)
@@ -138,18 +159,18 @@ def load_pairs(source, tokenizer, **options):
         {"input_ids": "rejected_input_ids", "trained": "rejected_trained"}
     )
     report["layout"] = "pairs"
-    report["truncated"] += rejected_report["truncated"]
-    report["dropped"] |= dropped
+    for count in ("truncated", "rows_kept"):  # of answers
+        report[count] += rejected_report[count]
     return datasets.concatenate_datasets([chosen.select(places), rejected], axis=1), report
 
 
 def _sides(rows):
-    """{row_id: Side} of one side's rows."""
+    """{(source, row_id): Side} of one side's rows."""
     sides = {}
-    columns = ("row_id", "prompt_hash", "response", "input_ids")
-    for place, (row_id, prompt, answer, tokens) in enumerate(each_row(rows, *columns)):
+    columns = ("source", "row_id", "prompt_hash", "response", "input_ids")
+    for place, (*key, prompt, answer, tokens) in enumerate(each_row(rows, *columns)):
         answers = {content_hash(answer), content_hash(str(tokens))}
-        sides[row_id] = Side(place, prompt, answers)
+        sides[tuple(key)] = Side(place, prompt, answers)
     return sides
 
 
@@ -197,7 +218,7 @@ def first_places(prompts):
 
 
 def prompt_overlap(a, b):
-    """The row_ids of `a` whose prompt, up to whitespace, also occurs in `b`.
+    """The places in `a` of rows whose prompt, up to whitespace, also occurs in `b`.
 
     In Arrow's own memory: ten million rows as Python objects would take a gigabyte and minutes.
     """
@@ -205,11 +226,14 @@ def prompt_overlap(a, b):
     for table in _tables(b, ["prompt_hash"]):
         chunks += table["prompt_hash"].chunks
     prompts = pyarrow.chunked_array(chunks, pyarrow.string())
-    shared = []
-    for table in _tables(a, ["row_id", "prompt_hash"]):
-        same = table.filter(pyarrow.compute.is_in(table["prompt_hash"], value_set=prompts))
-        shared += same["row_id"].to_pylist()
-    return shared
+    places = []
+    start = 0
+    for table in _tables(a, ["prompt_hash"]):
+        same = pyarrow.compute.is_in(table["prompt_hash"], value_set=prompts)
+        shared = pyarrow.compute.indices_nonzero(same).to_pylist()
+        places += [start + place for place in shared]
+        start += len(table)
+    return places
 
 
 def _tables(rows, columns):
@@ -221,15 +245,22 @@ def _tables(rows, columns):
 
 
 def left_out(report):
-    """How many rows were dropped and why, how many answers cut, which columns ignored, in words."""
+    """What the rows of a report lost, and which columns were not read, in words."""
     facts = []
-    dropped = {why: len(ids) for why, ids in report.get("dropped", {}).items() if ids}
-    if dropped:
-        facts.append(f"dropped {dropped}")
+    reasons = Counter(row["reason"] for row in report.get("set_aside", ()))
+    if reasons:
+        words = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+        facts.append(f"{reasons.total()} rows set aside ({words})")
     if "chosen" in (report.get("layout") or ""):  # pairs, of which one side is read
         facts.append("rejected answers not read (--upper-loss dpo reads the upper ones)")
+    cut = report.get("truncated")
+    if cut:
+        facts.append(f"{cut} answers cut ({cut / report['rows_kept']:.1%})")
     for key, words in (
-        ("truncated", "responses cut"),
+        ("numbers", "cells are numbers, read as text"),
+        ("ends", "answers ended in an end marker, which was cut"),
+        ("control_text", "prompts hold a chat template's markers as text"),
+        ("greetings", "opening turns of the assistant left out"),
         ("bad", "labelled bad"),
         ("unlabelled", "without a label count as good"),
     ):
@@ -242,31 +273,28 @@ def left_out(report):
     return "".join(f", {fact}" for fact in facts)
 
 
-def sequence_lengths(rows):
-    """Tokens of every sequence, (1, n) int64, of pairs (2, n); no token list becomes Python's."""
+def write_set_aside(out, reports):
+    """Write the rows that reports {level: report} set aside to `out`/set_aside.jsonl, if any.
+
+    A line holds level, source, row_id, place (such as "line 12") and reason.
+    """
+    rows = []
+    for level, report in reports.items():
+        rows += [{"level": level} | row for row in report["set_aside"]]
+    if rows:
+        write_jsonl(Path(out) / "set_aside.jsonl", rows)
+
+
+def row_lengths(rows):
+    """Tokens of every row, (n,) int64, of a pair those of both sides; no list becomes Python's."""
     names = [name for name in rows.column_names if name.endswith("input_ids")]
     lengths = []
     for table in _tables(rows, names):
         counts = [
             pyarrow.compute.list_value_length(table[name]).to_pylist() for name in names
         ]
-        lengths.append(torch.tensor(counts))
-    return torch.cat(lengths, dim=1)
-
-
-def row_lengths(rows):
-    """Tokens of every row, (n,) int64; of a pair those of both sides."""
-    return sequence_lengths(rows).sum(dim=0)
-
-
-def check_lengths(rows, context_length, name):
-    """`UserError` when a row, or either side of a pair, is longer than the model's context."""
-    too_long = (sequence_lengths(rows) > context_length).any(dim=0)
-    if too_long.any():
-        raise UserError(
-            f"{name}: {int(too_long.sum())} rows are longer than the model's context of "
-            f"{context_length} tokens; pass --max-length {context_length} or less"
-        )
+        lengths.append(torch.tensor(counts).sum(dim=0))
+    return torch.cat(lengths)
 
 
 def check_vocabulary(levels, config):
@@ -287,17 +315,16 @@ def check_vocabulary(levels, config):
 def rows_hash(rows):
     """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
     digest = hashlib.sha256()
-    names = [
-        name for name in ("row_id", "hash", *TOKEN_COLUMNS) if name in rows.column_names
-    ]
+    names = ("source", "row_id", "hash", *TOKEN_COLUMNS)
+    names = [name for name in names if name in rows.column_names]
     for table in _tables(rows, names):
         for name in names:
             values = table[name].combine_chunks()
             if name in TOKEN_COLUMNS:
                 digest.update(pyarrow.compute.list_value_length(values).to_numpy())
                 values = values.flatten()
-            if name == "hash":
-                digest.update("".join(values.to_pylist()).encode())
+            if name in ("source", "hash"):
+                digest.update("\n".join(values.to_pylist()).encode())
             else:
                 digest.update(values.to_numpy())
     return digest.hexdigest()[:16]

@@ -3,8 +3,13 @@
 A split is written behind the source: `owner/name:config@test`, `folder@validation`. JSON and CSV
 are read by Python's own modules, because libraries change the text without a word: pyarrow's JSON
 makes a date of "2024-01-01", pandas' CSV a number of "007" and nothing of "NA".
+
+A line that cannot be read stands in its row's place as a `layouts.Unusable`: rows behind it keep
+their numbers. Where nobody can say where the next row begins (an open quote in a CSV, a broken
+archive or list) the file is an error.
 """
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -13,12 +18,16 @@ import os
 import re
 from pathlib import Path
 
+from data.layouts import Unusable
 from runtime.command import reading
 from runtime.hub import hub_answers
 from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
+HELD_OUT = (
+    "test|validation|valid|val|dev|eval|evaluation"  # names of files that do not train
+)
 
 
 # --- which files ----------------------------------------------------------------------------------
@@ -66,19 +75,41 @@ def _folder_parts(folder, split):
         if _is_data(path) and path.is_file() and not hidden:
             files.append(path)
     # Without a split, files named "train" win: test files beside them must not slip into training.
-    word = rf"(^|[^a-z]){re.escape(split or 'train')}(ing)?($|[^a-z])"
-    chosen = [
-        p for p in files if re.search(word, str(p.relative_to(folder)), re.IGNORECASE)
-    ]
-    if not split:
-        chosen = chosen or files
+    chosen = _named(files, folder, re.escape(split or "train"))
+    if not split and not chosen:
+        held_out = _named(files, folder, HELD_OUT)
+        chosen = [path for path in files if path not in held_out]
     if not chosen:
         raise UserError(
-            f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}"
+            f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}; name a split "
+            f"as {folder}@test"
         )
-    if len(chosen) < len(files):
-        print(f"{folder}: reads {len(chosen)} of {len(files)} files")
+    _refuse_twins(chosen)
+    left_out = [str(path) for path in files if path not in chosen]
+    if left_out and not split:
+        print(
+            f"{folder}: reads {len(chosen)} of {len(files)} files; for --upper-heldout or "
+            f"--lower-heldout there are {', '.join(left_out[:9])}"
+        )
     return chosen
+
+
+def _named(files, folder, words):
+    """The files whose path below the folder holds one of the words."""
+    pattern = re.compile(rf"(^|[^a-z])({words})(ing)?($|[^a-z])", re.IGNORECASE)
+    return [path for path in files if pattern.search(str(path.relative_to(folder)))]
+
+
+def _refuse_twins(files):
+    """Refuse `data.json` beside `data.jsonl`: rows written in two formats would count twice."""
+    stems = {}
+    for path in files:
+        stem = re.sub(r"\.(json|jsonl|parquet|csv)(\.gz)?$", "", str(path).lower())
+        first = stems.setdefault(stem, path)
+        if first != path:
+            raise UserError(
+                f"{first} and {path.name} may hold the same rows; name the one to read"
+            )
 
 
 def _load_hub(source, split):
@@ -120,31 +151,37 @@ def source_stamp(files_or_sets):
 
 
 def read_part(part, source):
-    """Yield (place, row) for each row of a part; the place is for messages.
+    """Yield (place, row) for each row of a part; the place, such as "line 3", is for messages.
 
+    A row is a dictionary, any other value of a list, or the `Unusable` that says why there is none.
     Raises `UserError` that says behind which row the reading stopped.
     """
     name = source
-    rows = _saved_rows
+    before = ""
+    kind = _saved_rows
     if isinstance(part, Path):
         name = part
-        rows = {".parquet": _parquet_rows, ".csv": _csv_rows}.get(
-            part.suffix.lower(), _json_rows
-        )
+        kinds = {".parquet": _parquet_rows, ".csv": _csv_rows}
+        kind = kinds.get(part.suffix.lower(), _json_rows)
+        if str(part) != str(source):  # of a folder
+            before = f"{part.name} "
     place = "start"
-    rows = rows(part)
+    rows = kind(part)
     while place:
-        with reading(f"{name} behind the {place}"):
-            place, row = next(rows, (None, None))
+        try:
+            with reading(f"{name} behind the {place}"):
+                place, row = next(rows, (None, None))
+        except MemoryError as error:
+            raise UserError(f"{name}: no memory for the rows behind the {place}") from error
         if place:
-            yield f"{name} {place}", row
+            yield before + place, row
 
 
 def _one_value_a_key(pairs):
-    """A JSON object. Python's own hook keeps the last of two values without a word."""
+    """A JSON object, or why it is none: Python alone keeps the last of two values for a key."""
     row = dict(pairs)
     if len(row) < len(pairs):
-        raise ValueError("two values for one key")
+        return Unusable("two values for one key")
     return row
 
 
@@ -153,19 +190,43 @@ def _decode(content):
 
 
 def _json_rows(path):
-    """The rows of a list of objects, or of one object a line."""
+    """The rows of a list of objects, of an object that holds such a list, or of one a line."""
     with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
-        start = file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n")
+        start = file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         file.seek(0)
-        if start.startswith(b"["):
-            for number, row in enumerate(_decode(file.read())):
+        document = None
+        if start == b"[":
+            document = _decode(file.read())
+        elif start == b"{" and ".json" in path.suffixes:
+            with contextlib.suppress(ValueError):  # it has one object a line
+                document = _only_list(_decode(file.read()), path)
+        if document is not None:
+            for number, row in enumerate(document):
                 yield f"element {number}", row
             return
+        file.seek(0)
         for number, line in enumerate(file, 1):
             if line.strip():
-                with reading(f"{path} line {number}: not valid JSON"):
+                try:
                     row = _decode(line)
+                except (ValueError, RecursionError):
+                    row = Unusable("not valid JSON")
                 yield f"line {number}", row
+
+
+def _only_list(document, path):
+    """The rows that an object holds under its only key of rows; else a list of the object."""
+    if not isinstance(document, dict):
+        return [document]
+    keys = []
+    for key, value in document.items():
+        is_rows = isinstance(value, list) and value and isinstance(value[0], dict)
+        if is_rows and not {"role", "from"} & value[0].keys():  # messages are no rows
+            keys.append(key)
+    if len(keys) != 1:
+        return [document]
+    print(f"{path}: reads the rows under the key {keys[0]!r}")
+    return document[keys[0]]
 
 
 def _csv_rows(path):
@@ -175,9 +236,7 @@ def _csv_rows(path):
         _check_header(reader.fieldnames or ())
         for row in reader:
             if None in row or None in row.values():
-                raise ValueError(
-                    f"line {reader.line_num} has not as many cells as the header"
-                )
+                row = Unusable("not as many cells as the header")
             yield f"line {reader.line_num}", row
 
 

@@ -2,19 +2,31 @@
 
 A segment is (text, trained): prompts carry no loss (0), responses do (1). They are tokenised apart:
 together, a merge across the border would take the first response token out of the loss.
+
+A chat template is a program, and some delete or rewrite what an answer says. So it never sees a
+trained answer: it renders a probe in its place, and the answer is put where the probe stands. What
+is trained is the answer as the row has it, between what the template writes around any answer.
 """
 
+import datetime
+import itertools
 import re
+from unittest import mock
 
+from data.layouts import Unusable, conversation
 from runtime.command import reading
-from utils import UserError
+from utils import UserError, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-CHAT_DATE = (
-    "26 Jul 2024"  # some chat templates print today's date: rows would differ by the day
-)
+TODAY = datetime.datetime(
+    2024, 7, 26
+)  # for every chat template: else rows would differ tomorrow
 # Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
 MARK = "\ud800{}\udfff"
+PROBE = "\ud801"  # stands in for an answer
+# What the chat templates of common models write, whichever tokenizer is at hand.
+MARKERS = r"<\|\w+\|?>|<\w+\|>|<｜[^<>｜]+｜>|<(?:start|end)_of_turn>|\[/?INST\]"
+LONGEST_REASON = 100  # characters
 
 
 def split_template(template):
@@ -73,38 +85,147 @@ def plain_segments(messages, template, turns):
     return segments
 
 
-def chat_segments(messages, tokenizer, turns, place):
-    """Messages -> segments under the tokenizer's chat template.
+class _Clock(datetime.datetime):
+    """The clock behind `strftime_now`, which transformers hands to every chat template."""
 
-    A response is what a turn adds to its prompt. Whitespace after the end-of-turn token is left out
-    of the loss: generation stops before it. Raises `UserError` where a template does not render
-    like that, and whatever the template itself raises.
+    @classmethod
+    def now(cls, tz=None):
+        return TODAY
+
+
+def render_chat(tokenizer, messages, prompt=False):
+    """Messages -> text under the chat template, the same on every day.
+
+    prompt: whether the generation prompt follows. Raises whatever the template raises.
     """
-
-    def render(count, prompt=False):
+    with mock.patch("transformers.utils.chat_template_utils.datetime", _Clock):
         return tokenizer.apply_chat_template(
-            messages[:count],
+            messages,
             tokenize=False,
             add_generation_prompt=prompt,
-            date_string=CHAT_DATE,
+            date_string=f"{TODAY:%d %b %Y}",
         )
 
-    full = render(len(messages))
+
+def chat_segments(messages, tokenizer, turns):
+    """Messages -> segments under the tokenizer's chat template.
+
+    A response is what a turn adds to its generation prompt. Whitespace after the end of a turn is
+    left out of the loss: generation stops before it. Raises `Unusable` for a row that the template
+    refuses, or of which it does not write every turn.
+    """
+    try:
+        return _chat_segments(messages, tokenizer, trained_turns(messages, turns))
+    except Unusable:
+        raise
+    except Exception as error:
+        # A template is a program; it may not know a role, or be broken.
+        said = first_line(error)[:LONGEST_REASON]
+        raise Unusable(f"the template refuses it: {said}") from None
+
+
+def _chat_segments(messages, tokenizer, trained):
+    answers = {}
+    probed = list(messages)
+    for number in trained:
+        content = messages[number]["content"]
+        answers[number] = content.strip()
+        # With the answer's own whitespace around it, of which a template may trim some.
+        probe = content.replace(answers[number], PROBE)
+        probed[number] = messages[number] | {"content": probe}
+    text = render_chat(tokenizer, probed)
+    if text.count(PROBE) != len(trained):
+        raise Unusable("the template changes the answer")
+    for message in messages:
+        if message["role"] in ("system", "user") and message["content"].strip() not in text:
+            raise Unusable(f"the template has no place for a {message['role']} turn")
     segments = []
     done = 0
-    for number in trained_turns(messages, turns):
-        head = render(number, prompt=True)
-        answer = render(number + 1).rstrip()
-        starts = full.startswith(head) and full.startswith(answer)
-        if not starts or len(answer) <= len(head):
-            raise UserError(
-                f"{place}: the tokenizer's chat template does not render a finished turn as its "
-                "generation prompt plus the response, so the response cannot be told apart; pass "
-                "a plain --template, or train on the last turn only"
-            )
-        segments += [(full[done : len(head)], 0), (full[len(head) : len(answer)], 1)]
-        done = len(answer)
+    for number in trained:
+        place = text.index(PROBE, done)
+        rest = text[place + len(PROBE) :]
+        alone, end = text[:place], rest.rstrip()
+        if number != trained[-1]:
+            alone, _, end = render_chat(tokenizer, probed[: number + 1]).rpartition(PROBE)
+            end = _end_between(tokenizer, end.rstrip(), rest)
+        lead, border = _before(tokenizer, probed[:number], text[:place], alone)
+        lead = _without_block(tokenizer, probed[:number], lead, answers[number])
+        border = min(border, len(lead))
+        segments.append((lead[done:border], 0))
+        segments.append((lead[border:] + answers[number] + end, 1))
+        done = place + len(PROBE) + len(end)
     return segments
+
+
+def _before(tokenizer, messages, lead, alone):
+    """The text in front of an answer, and how much of it is the prompt.
+
+    messages: those in front of the answer; lead: what the template writes there; alone: and what it
+    writes when nothing follows the answer.
+    """
+    prompt = render_chat(tokenizer, messages, prompt=True)
+    stem = prompt.rstrip()
+    if not lead.startswith(stem):
+        if not prompt.startswith(lead):
+            raise Unusable("the template does not show where the answer starts")
+        # Its prompt goes on, such as with <think>, where its turns do not.
+        lead = alone if alone.startswith(stem) else prompt
+    if not lead.startswith(prompt):
+        lead = prompt + lead[len(stem) :].lstrip()
+    return lead, len(prompt)
+
+
+def _without_block(tokenizer, messages, lead, answer):
+    """The text in front of an answer without a block that the answer brings itself.
+
+    `<think>...</think>` in an answer stands in the place of the template's, which may be empty, or
+    begun by the prompt.
+    """
+    block = re.match(r"<(\w+)>.*</\1>", answer, re.DOTALL)
+    if not block:
+        return lead
+    before = render_chat(tokenizer, messages)
+    start = lead.rfind(f"<{block[1]}>", len(before))
+    return lead if start < 0 else lead[:start]
+
+
+def _end_between(tokenizer, end, rest):
+    """How a template ends a turn that another one follows: the beginning of `rest`.
+
+    end: how it ends the turn when nothing follows.
+    """
+    if rest.startswith(end):
+        return end
+    # Some end only the last turn with EOS. A control token that another one follows is an end; one
+    # that text follows begins the next turn.
+    special = special_strings(tokenizer)
+    match = re.match(rf"\s*(?:{special})(?=\s*(?:{special}))", rest)
+    return match[0] if match else ""
+
+
+def read_template(tokenizer, template):
+    """The parts of a plain template as `load_rows` takes it; None for the chat template."""
+    if template is None and tokenizer.chat_template:
+        return None
+    return split_template(template or TEMPLATE)
+
+
+def segments_of(messages, tokenizer, template, turns="last"):
+    """Messages -> segments; template: of `read_template`."""
+    if template:
+        return plain_segments(messages, template, turns)
+    return chat_segments(messages, tokenizer, turns)
+
+
+def around_answer(tokenizer, template):
+    """What a template, of `read_template`, writes in front of an answer and behind it."""
+    try:
+        messages = conversation({"prompt": ".", "response": PROBE})
+        segments = segments_of(messages, tokenizer, template)
+    except Unusable:  # a template that refuses the plainest row
+        return "", ""
+    front, _, end = segments[-1][0].partition(PROBE)
+    return front, end
 
 
 def special_tokens(tokenizer):
@@ -114,6 +235,17 @@ def special_tokens(tokenizer):
         if token.special:
             tokens[number] = token.content
     return tokens
+
+
+def special_strings(tokenizer):
+    """A regular expression of the control tokens' texts, longest first."""
+    strings = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+    return "|".join(map(re.escape, strings)) or r"(?!)"
+
+
+def markers(tokenizer):
+    """What a chat template writes, as a pattern to look for in texts that are none of its own."""
+    return re.compile(f"{MARKERS}|{special_strings(tokenizer)}")
 
 
 class Encoder:
@@ -126,7 +258,7 @@ class Encoder:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.specials = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
-        self.strings = re.compile("|".join(map(re.escape, self.specials)) or r"(?!)")
+        self.strings = re.compile(special_strings(tokenizer))
         self.marks = re.compile(MARK.format(r"(\d+)"))
         # A tokenizer that puts a space in front of every text (Llama 2, Mistral) must not put one
         # between prompt and response. Such texts are tokenised behind a newline that is cut off.
@@ -154,6 +286,32 @@ class Encoder:
                 if piece:
                     row += self._plain([piece], continued or bool(row), literal)[0]
         return ids
+
+    def answer(self, ids, template):
+        """The text of a generated answer, protected, without what a template writes around it.
+
+        template: of `read_template`. Control tokens inside an answer stay.
+        """
+        front, end = around_answer(self.tokenizer, template)
+        text = ""
+        for run, control in self.runs(ids):
+            text += run if control else self.protect(run)
+        last = re.compile(rf"(?:\s|{self.strings.pattern})+\Z")
+        text = last.sub("", text.strip().removeprefix(front.strip()))
+        text = text.removesuffix(self.strings.sub("", end).strip())
+        return last.sub("", text).strip()
+
+    def bare(self, text):
+        """A protected text as it was, without the control tokens in it."""
+        text = self.strings.sub("", text)
+        return self.marks.sub(lambda match: self.specials[int(match[1])], text)
+
+    def runs(self, ids):
+        """(text, whether it is control tokens) of token ids, neighbours of a kind together."""
+        specials = special_tokens(self.tokenizer)
+        for control, group in itertools.groupby(ids, key=specials.__contains__):
+            text = self.tokenizer.decode(list(group), clean_up_tokenization_spaces=False)
+            yield text, control
 
     def _plain(self, texts, continued, literal):
         if not (continued and self.puts_space):

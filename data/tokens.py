@@ -2,28 +2,33 @@
 
     source (file, folder, hub name) -> layout -> messages -> template -> segments -> tokens -> Arrow
 
-Every row keeps `row_id`, its index in the source, through every filter: a selection made by row_id
-hits the right rows whatever was dropped before. Choices the paper leaves open, made here:
+Every row keeps its key through every filter, the name of its `source` as it was given and `row_id`,
+its index there: a selection made by key hits the right rows whatever was set aside before. Choices
+the paper leaves open, made here:
 
 1. Prompt and response are tokenised apart (`templates.py`). Generation could not reproduce the
    border of a prompt and a response that were tokenised together.
 2. EOS follows complete responses only and is trained on, by position and never by token id, so a
    tokenizer whose pad is its EOS trains the same. A truncated response gets none: it is not an end.
-3. A prompt of `max_length` tokens or more is dropped (appendix D: 2,048), template included; when
+3. A prompt of `max_length` tokens or more is set aside (appendix D: 2,048), template included; when
    every turn is trained, that is the first question.
 4. OpenOrca's system prompt is dropped, as the authors do. A system message in a chat is kept: the
    chat template places it; the plain template puts it in front of the first user turn.
 5. Special-token strings inside user text become ordinary text; only the template writes control
-   tokens. An end marker at the very end of a response, as in FLAN, is cut: it is the EOS. Which
-   strings are one depends on the tokenizer; `hash` does not, so a ranking made with one tokenizer
-   names the rows of another: it is taken with no marker but <|endoftext|> cut.
+   tokens. An end marker of any known model at the very end of an answer (`layouts.END_MARKERS`, and
+   the tokenizer's EOS) is cut: it is the EOS.
+6. `hash` is taken of the row's messages with `layouts.END_MARKERS` cut (`layouts.row_hash`). It
+   depends on no tokenizer, template or length, so a ranking made with one model names the rows of
+   another.
+7. A chat template never changes an answer: what is trained is what the row says, between what the
+   template writes around any answer (`templates.py`); where that fails, the row is set aside.
 """
 
 import itertools
 import json
 import random
+import re
 import unicodedata
-from collections import defaultdict
 from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix
@@ -31,29 +36,38 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from data import layouts
+from data.layouts import LABELS
 from data.sources import find_parts, read_part, source_stamp
 from data.templates import (
     TEMPLATE,
     Encoder,
-    chat_segments,
-    plain_segments,
-    special_tokens,
+    around_answer,
+    markers,
+    read_template,
+    segments_of,
+    special_strings,
     split_template,
 )
-from utils import UserError, content_hash, first_line, write_atomic
+from utils import UserError, content_hash, write_atomic
 
-FORMAT = 11  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 12  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
-ENDOFTEXT = (
-    "<|endoftext|>"  # stands as text in data sets made from documents of any tokenizer
-)
-LABELS = (
-    "bad",
-    "kind",
-)  # columns that a source may have: what is known to be wrong with a row
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
+COUNTS = (  # of a report
+    "rows_in_source",
+    "rows_kept",
+    "truncated",
+    "bad",
+    "unlabelled",
+    "numbers",
+    "greetings",
+    "ends",
+    "renamed",
+    "control_text",
+)
 TYPES = {
+    "source": "string",
     "row_id": "int64",
     "hash": "string",
     "prompt_hash": "string",
@@ -80,27 +94,36 @@ def load_rows(
     seed=0,
     cache_dir=".cache",
 ):
-    """Tokenised rows of a source, memory-mapped from a cache, and a report of what was dropped.
+    """Tokenised rows of one or several sources, memory-mapped from a cache, and a report.
 
     source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
-                owner/name[:config][@split]
+                owner/name[:config][@split]; or a list of such, read one behind the other
     name        what messages call it, such as "lower"
-    columns     our column names -> the source's, when the layout is not a known one
+    columns     our column names -> the source's, when the layout is not a known one; a source that
+                has none of these is read as it is
     template    plain template; None: the tokenizer's chat template, else TEMPLATE
     turns       "last": loss on the last assistant turn; "all": on every one
-    side        "chosen" or "rejected": the response of preference pairs (join them on row_id)
+    side        "chosen" or "rejected": the response of preference pairs (join them by key)
     max_length  tokens of prompt plus response: longer responses are cut and get no EOS, prompts of
-                so many tokens or more are dropped
-    limit       a seeded random subset of so many rows of the source, held in memory meanwhile
+                so many tokens or more are set aside
+    limit       a seeded random subset of so many rows of each source, held in memory meanwhile
 
-    Columns: row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries loss),
-    complete (not cut), and where the source has them: bad, kind, and messages (JSON text, see
+    Columns: source, row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries
+    loss), complete (not cut), and where a source has them: bad, kind, and messages (JSON text, see
     `layouts.conversation`; null for a row of one question and one answer). The cache is that of
-    `datasets`; its key holds the content of the source's files and every setting.
+    `datasets`; its key holds the name and the content of a source and every setting.
+
+    The report holds the numbers of COUNTS, "layout", "unread" and "extras" (names of columns), and
+    "set_aside", the rows that cannot be used: [{"source", "row_id", "place", "reason"}]. Raises
+    `UserError` when they are more than half of a source.
     """
     import datasets
 
-    name = name or str(source)
+    sources = [source] if isinstance(source, (str, Path)) else source
+    sources = list(map(str, sources))
+    name = name or ", ".join(sources)
+    if len(set(sources)) < len(sources):
+        raise UserError(f"{name}: one source is named twice")
     if limit is not None and limit < 1:
         raise UserError(f"{name}: limit {limit}: it must be 1 or more")
     if tokenizer.eos_token_id is None:
@@ -119,18 +142,26 @@ def load_rows(
         limit=limit,
         seed=seed if limit else None,
     )
+    loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
+    rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
+    report = _joined_reports([report for _, report in loaded])
+    missing = [column for column in EXTRAS if column not in report["extras"]]
+    return rows.remove_columns(missing), report
+
+
+def _load_source(source, tokenizer, settings, cache_dir):
+    """(rows, report) of one source, read or from the cache."""
+    import datasets
+
     files = find_parts(source)
     stamp = source_stamp(files)
-    key = [FORMAT, stamp, vars(settings), _tokenizer_state(tokenizer)]
+    key = [FORMAT, source, stamp, vars(settings), _tokenizer_state(tokenizer)]
     fingerprint = content_hash(json.dumps(key))
     report_file = Path(cache_dir) / f"rows-{fingerprint}.json"
 
     def tokenised():
-        source_rows = itertools.chain.from_iterable(
-            read_part(part, source) for part in files
-        )
-        reader = Reader(tokenizer, settings, name)
-        yield from reader.read(source_rows)
+        reader = Reader(tokenizer, settings, source)
+        yield from reader.read(_each_row(files, source))
         if source_stamp(files) != stamp:
             raise UserError(f"{source}: has changed while it was read; start again")
         # The rows appear in the cache after this generator has ended: no rows without a report.
@@ -149,9 +180,50 @@ def load_rows(
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ from None
-    report = json.loads(report_file.read_text())
-    missing = [column for column in EXTRAS if column not in report["extras"]]
-    return rows.remove_columns(missing), report
+    return rows, json.loads(report_file.read_text())
+
+
+def _each_row(files, source):
+    """(place, row) of all parts of a source."""
+    return itertools.chain.from_iterable(read_part(part, source) for part in files)
+
+
+def _joined_reports(reports):
+    """The report of several sources: counts are added, lists are joined."""
+    joined = {name: sum(report[name] for report in reports) for name in COUNTS}
+    for name in ("layout", "unread", "extras", "set_aside"):
+        joined[name] = [item for report in reports for item in report[name]]
+    joined["layout"] = ", ".join(dict.fromkeys(joined["layout"]))
+    joined["unread"] = sorted(set(joined["unread"]))
+    if "bad" not in joined["extras"]:
+        joined["unlabelled"] = 0
+    return joined
+
+
+@dataclass
+class SourceRow:
+    """A row as its source has it: its key there, its content, all its columns."""
+
+    row_id: int
+    hash: str
+    messages: list
+    given: dict
+
+
+def read_messages(source, columns=None, side="chosen"):
+    """Yield a `SourceRow` for every row of one source that has messages to train on.
+
+    No tokenizer is needed: `row_id` and `hash` are those that `load_rows` gives, and rows that it
+    sets aside for their length or by their template are here, too. columns, side: as it takes them.
+    """
+    columns = layouts.parse_columns(columns)
+    notes = layouts.Notes()
+    for row_id, (_, given) in enumerate(_each_row(find_parts(source), source)):
+        try:
+            _, messages = layouts.read_row(given, columns, side, notes)
+        except layouts.Unusable:
+            continue
+        yield SourceRow(row_id, layouts.row_hash(messages), messages, given)
 
 
 def _tokenizer_state(tokenizer):
@@ -172,35 +244,36 @@ def _tokenizer_state(tokenizer):
 
 
 class Reader:
-    """One pass over a source: reads, renders and tokenises rows, and counts what is dropped."""
+    """One pass over a source: reads, renders and tokenises rows, and sets aside what it cannot."""
 
-    def __init__(self, tokenizer, settings, name):
+    def __init__(self, tokenizer, settings, source):
         self.tokenizer = tokenizer
         self.settings = settings
-        self.name = name
+        self.source = source
         self.encoder = Encoder(tokenizer)
-        self.given = set()  # names of columns, and keys of messages that are not read
+        self.markers = markers(tokenizer)
+        self.notes = layouts.Notes()
         self.extras = set()
-        self.dropped = defaultdict(list)
-        self.template_refusal = None
-        counts = ("rows_in_source", "rows_kept", "truncated", "bad", "unlabelled")
-        self.report = dict.fromkeys(counts, 0) | {
-            "dropped": self.dropped,
-            "layout": None,
-        }
+        self.report = dict.fromkeys(COUNTS, 0) | {"set_aside": []}
+
+    def set_aside(self, row_id, place, reason):
+        row = {"source": self.source, "row_id": row_id, "place": place, "reason": reason}
+        self.report["set_aside"].append(row)
 
     def read(self, rows):
         """(place, row) of the source -> tokenised rows, in batches: memory is flat without a limit.
 
-        The report is complete when the last row has been taken. Raises `UserError` without any row.
+        The report is complete when the last row has been taken. Raises `UserError` when more than
+        half of the rows cannot be used.
         """
         from tqdm import tqdm
 
         report = self.report
-        bar = tqdm(rows, desc=f"reading {self.name}", unit=" rows", delay=3, leave=False)
-        records = filter(None, itertools.starmap(self._render, self.sample(bar)))
+        bar = tqdm(rows, desc=f"reading {self.source}", unit=" rows", delay=3, leave=False)
+        records = filter(None, itertools.starmap(self._try, self.sample(bar)))
         while batch := list(itertools.islice(records, BATCH)):
             for row in self._tokenise(batch):
+                del row["place"]
                 if row["messages"]:
                     self.extras.add("messages")
                 report["rows_kept"] += 1
@@ -208,22 +281,28 @@ class Reader:
                 report["bad"] += row["bad"]
                 yield row
         if not report["rows_in_source"]:
-            raise UserError(f"{self.name}: the source holds no rows")
-        if not report["rows_kept"]:
-            counts = {reason: len(ids) for reason, ids in self.dropped.items()}
-            said = (
-                f"; the template says: {self.template_refusal}"
-                if self.template_refusal
-                else ""
-            )
-            raise UserError(
-                f"{self.name}: no row is left to train on, dropped {counts}{said}"
-            )
+            raise UserError(f"{self.source}: the source holds no rows")
+        report["set_aside"].sort(key=itemgetter("row_id"))
+        if len(report["set_aside"]) > report["rows_kept"]:
+            raise UserError(self._why_most_are_unusable())
+        report |= self.notes.counts
+        report["layout"] = [layout for layout, _ in self.notes.layouts.most_common()]
         report["extras"] = sorted(self.extras)
-        columns = self.settings.columns
-        report["unread"] = layouts.unread_columns(self.given, report["layout"], columns)
-        if "bad" not in self.extras:
-            report["unlabelled"] = 0
+        report["unread"] = layouts.unread_columns(self.notes, self.settings.columns)
+
+    def _why_most_are_unusable(self):
+        rows = self.report["set_aside"]
+        examples = "; ".join(f"{row['place']}: {row['reason']}" for row in rows[:3])
+        count = len(rows) + self.report["rows_kept"]
+        line = f"{self.source}: {len(rows)} of {count} rows cannot be used ({examples})"
+        if self.notes.layouts:
+            return line
+        columns = ", ".join(f"{name!a:.40}" for name in sorted(self.notes.columns)[:9])
+        return (
+            f"{line}; the columns are {columns}. Known: {'; '.join(layouts.LAYOUTS)}. Name every "
+            "column that is needed with --lower-columns or --upper-columns, for example "
+            "--lower-columns prompt=question,response=answer"
+        )
 
     def sample(self, rows):
         """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
@@ -245,59 +324,41 @@ class Reader:
                     kept[slot] = row_id, place, row
         yield from sorted(kept, key=itemgetter(0))
 
+    def _try(self, row_id, place, given):
+        """The record of a row; None for one that is set aside."""
+        try:
+            return self._render(row_id, place, given)
+        except layouts.Unusable as reason:
+            self.set_aside(row_id, place, str(reason))
+
     def _render(self, row_id, place, given):
-        """A row -> its texts, labels and segments; None for a row that is dropped."""
-        if not isinstance(given, dict):
-            raise UserError(f"{place}: a row must be an object, not {type(given).__name__}")
-        if {"row_id", "hash", "rank", "recommended"} <= given.keys():
-            raise UserError(
-                f"{place}: a line of a run's curated.jsonl, rejected answers included; train on "
-                "what `python eval.py export` makes of that run"
-            )
+        """A row -> its texts, labels and segments. Raises `Unusable`."""
         settings = self.settings
-        for label in LABELS:
-            if settings.columns.get(label, label) in given:
-                self.extras.add(label)
-        row = renamed(given, settings.columns, place)
-        layout = self.report["layout"] or layouts.find_layout(row, place, given)
-        self.report["layout"] = layout
-        self.given.update(given, layouts.unread_keys(row, layout))
-        self.report["unlabelled"] += row.get("bad") in (None, "")
-        source = layouts.row_messages(row, layout, settings.side, place)
-        messages = layouts.clean_messages(source, (self.tokenizer.eos_token, ENDOFTEXT))
-        reason = layouts.why_unusable(messages, given)
-        if reason:
-            self.dropped[reason].append(row_id)
-            return None
+        row, messages = layouts.read_row(given, settings.columns, settings.side, self.notes)
+        row_hash = layouts.row_hash(messages)
+        end_markers = (*layouts.END_MARKERS, self.tokenizer.eos_token)
+        messages = layouts.clean_messages(messages, end_markers, self.notes)
+        layouts.check_usable(messages, given)
         protect = self.encoder.protect
         shown = [turn | {"content": protect(turn["content"])} for turn in messages]
-        try:
-            if settings.template:
-                segments = plain_segments(shown, settings.template, settings.turns)
-            else:
-                segments = chat_segments(shown, self.tokenizer, settings.turns, place)
-        except UserError:
-            raise
-        except (
-            Exception
-        ) as error:  # a template is a program; it may not know a role, or be broken
-            self.template_refusal = f"{type(error).__name__}: {first_line(error)}"
-            self.dropped["template_refused"].append(row_id)
-            return None
+        segments = segments_of(shown, self.tokenizer, settings.template, settings.turns)
         prompt = layouts.transcript(messages[:-1])
+        self.report["control_text"] += bool(self.markers.search(prompt))
         normal = " ".join(unicodedata.normalize("NFC", prompt).split())
-        *before, last = layouts.clean_messages(source, (ENDOFTEXT,))
+        self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
+        self.extras.update({*LABELS} & row.keys())
         return {
+            "source": self.source,
             "row_id": row_id,
+            "place": place,
             "prompt": prompt,
             "response": messages[-1]["content"],
-            "hash": content_hash(layouts.transcript(before), last["content"]),
+            "hash": row_hash,
             "prompt_hash": content_hash(normal),
             "segments": segments,
-            "bad": _flag(
-                row.get("bad"), place
-            ),  # a row without a label is a good one of no kind
-            "kind": layouts.text_of(row.get("kind"), f'{place}: the label "kind"'),
+            # A row without a label is a good one of no kind.
+            "bad": _flag(row.get("bad")),
+            "kind": layouts.text_of(row.get("kind"), 'the label "kind"', self.notes),
             "messages": json.dumps(messages, ensure_ascii=False)
             if len(messages) > 2
             else None,
@@ -306,10 +367,11 @@ class Reader:
     def _tokenise(self, records):
         """Records -> those that keep something to train on, with tokens, cut to `max_length`."""
         max_length = self.settings.max_length
-        ends = end_ids(self.tokenizer)
+        template = self.settings.template
+        ends = _end_ids(self.tokenizer, template)
         # Every source starts alike: with a BOS if the tokenizer adds one, or the template's own.
         start = self.tokenizer("a")["input_ids"][:1]
-        if not self.settings.template or start != [self.tokenizer.bos_token_id]:
+        if not template or start != [self.tokenizer.bos_token_id]:
             start = []
         heads = [record["segments"][0][0] for record in records]
         texts = [text for record in records for text, _ in record["segments"][1:]]
@@ -319,9 +381,12 @@ class Reader:
             ids = start + head
             prompt_tokens = len(ids)
             trained = [0] * prompt_tokens
-            for _, loss in record.pop("segments")[1:]:
+            segments = record.pop("segments")
+            for number, (_, loss) in enumerate(segments[1:], 2):
                 tokens = next(continuations)
-                if loss and (not tokens or tokens[-1] not in ends):
+                # A chat template ends the turns between as it likes.
+                is_end = loss and (template or number == len(segments))
+                if is_end and (not tokens or tokens[-1] not in ends):
                     tokens = [*tokens, self.tokenizer.eos_token_id]
                 ids += tokens
                 trained += [loss] * len(tokens)
@@ -329,64 +394,56 @@ class Reader:
             record["input_ids"] = ids[:max_length]
             record["trained"] = trained[:max_length]
             if prompt_tokens >= max_length:
-                self.dropped["long_prompt"].append(record["row_id"])
+                self.set_aside(record["row_id"], record["place"], "the prompt is too long")
             elif not any(record["trained"][1:]):  # a row's first token is never a target
-                self.dropped["no_room"].append(record["row_id"])
+                self.set_aside(record["row_id"], record["place"], "no room for the answer")
             else:
                 yield record
 
 
-def renamed(row, columns, place):
-    """A source's row with our names for its columns; columns: of `parse_columns`."""
-    if not columns:
-        return row
-    names = {}
-    for ours, theirs in columns.items():
-        if theirs not in row:
-            raise UserError(
-                f'{place}: no column "{theirs}" for --lower-columns or --upper-columns '
-                f"{ours}={theirs}; found {', '.join(map(str, row))}"
-            )
-        names[ours] = row[theirs]
-    if columns.keys() <= {*LABELS}:  # the layout stays that of the source
-        return row | names
-    kept = {name: row.get(name) for name in LABELS}
-    for name in ("system", "input"):
-        if name in row and name not in columns.values():
-            kept[name] = row[name]
-    return kept | names
-
-
-def _flag(value, place):
+def _flag(value):
     """The label "bad" as a bool; spreadsheets write TRUE."""
     known = value.lower() if isinstance(value, str) else value
     if known in (None, "", False, 0, "0", "false"):
         return False
     if known in (True, 1, "1", "true"):
         return True
-    raise UserError(f'{place}: the label "bad" must be true or false, not {value!r}')
+    raise layouts.Unusable('the label "bad" is neither true nor false')
 
 
 # --- of tokens and rows ---------------------------------------------------------------------------
 
 
-def end_ids(tokenizer):
-    """Token ids that end a turn. An unknown last character is often a special token, and no end."""
-    return set(special_tokens(tokenizer)) - {tokenizer.unk_token_id} | {
-        tokenizer.eos_token_id
-    }
+def end_ids(tokenizer, template=None):
+    """Token ids that end an answer: EOS, and the control tokens that a template writes behind it.
+
+    template: as `load_rows` takes it.
+    """
+    return _end_ids(tokenizer, read_template(tokenizer, template))
+
+
+def _end_ids(tokenizer, split):
+    _, end = around_answer(tokenizer, split)
+    written = re.findall(special_strings(tokenizer), end)
+    return {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(written)}
 
 
 def show_example(row, tokenizer):
-    """The text of a row as the model sees it, for a terminal; trained tokens between ⟦ and ⟧."""
-    text = ""
+    """The text of a row as the model sees it, for a terminal.
+
+    Trained tokens stand between ⟦ and ⟧. What looks like a control token and is ordinary text
+    stands behind a backslash.
+    """
+    encoder = Encoder(tokenizer)
+    pattern = markers(tokenizer)
+    shown = ""
     tokens = zip(row["trained"], row["input_ids"], strict=True)
     for trained, group in itertools.groupby(tokens, key=itemgetter(0)):
-        run = tokenizer.decode(
-            [token for _, token in group], clean_up_tokenization_spaces=False
-        )
-        text += f"⟦{run}⟧" if trained else run
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+        run = ""
+        for text, control in encoder.runs([token for _, token in group]):
+            run += text if control else pattern.sub(r"\\\g<0>", text)
+        shown += f"⟦{run}⟧" if trained else run
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in shown)
 
 
 def empty_prompt(prompts):
@@ -398,46 +455,30 @@ def empty_prompt(prompts):
 
 
 def response_text(tokenizer, ids, template=None):
-    """The text of a generated answer, without what a plain template writes behind every response.
+    """The text of a generated answer, without what a template writes around every answer.
 
-    template: as `load_rows` takes it. Cut at the very end only: an answer may hold the same text.
+    template: as `load_rows` takes it. What stands in front of an answer, such as an empty think
+    block or a channel's header, is cut at the very beginning, and what stands behind it at the very
+    end: an answer may hold the same text.
     """
-    text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-    if template is None:  # a chat template, or TEMPLATE, ends with the response
-        return text
-    end = split_template(template)[2]
-    for special in special_tokens(tokenizer).values():
-        end = end.replace(special, "")
-    return text.removesuffix(end.strip()).strip()
+    encoder = Encoder(tokenizer)
+    return encoder.bare(encoder.answer(ids, read_template(tokenizer, template))).strip()
 
 
-# --- rows without tokens --------------------------------------------------------------------------
+def reads_back(tokenizer, ids, template=None):
+    """Whether a generated answer is one text that trains as itself: its row would read the same.
 
-
-@dataclass
-class SourceRow:
-    """A row as its source has it: its cleaned messages, and `given`, all of its columns."""
-
-    row_id: int
-    hash: str
-    messages: list
-    given: dict
-
-
-def read_messages(source, columns=None, side="chosen"):
-    """Yield a `SourceRow` for every row of a source that has messages to train on.
-
-    No tokenizer is needed: `row_id` and `hash` are those of `load_rows`. columns, side: as there.
+    False for an empty answer, for one with control tokens inside, such as a second channel, and for
+    one that begins or ends twice. ids, template: see `response_text`.
     """
-    names = layouts.parse_columns(columns)
-    rows = itertools.chain.from_iterable(read_part(p, source) for p in find_parts(source))
-    layout = None
-    for row_id, (place, given) in enumerate(rows):
-        row = renamed(given, names, place)
-        layout = layout or layouts.find_layout(row, place, given)
-        turns = layouts.row_messages(row, layout, side, place)
-        messages = layouts.clean_messages(turns, (ENDOFTEXT,))
-        if layouts.why_unusable(messages, given) is None:
-            *before, last = messages
-            content = content_hash(layouts.transcript(before), last["content"])
-            yield SourceRow(row_id, content, messages, given)
+    encoder = Encoder(tokenizer)
+    split = read_template(tokenizer, template)
+    text = encoder.answer(ids, split)
+    if not text or encoder.strings.search(text):
+        return False
+    if encoder.bare(text).endswith(layouts.END_MARKERS):  # cut when it is read as a row
+        return False
+    messages = layouts.conversation({"prompt": ".", "response": text})
+    rendered = segments_of(messages, tokenizer, split)[-1][0]
+    again = encoder.encode([rendered], continued=True)[0]
+    return encoder.answer(again, split) == text

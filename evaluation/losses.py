@@ -84,7 +84,7 @@ def tokenised(rows, tokenizer, template, max_length):
     return part
 
 
-def refined_rows(run, tokenizer):
+def refined_rows(run, tokenizer, context):
     """An online run's kept rows and those with a recommended answer, which replaces the original.
 
     These are the rows that `export` writes, tokenised; None for a run that wrote no answers.
@@ -98,7 +98,8 @@ def refined_rows(run, tokenizer):
             rows.append({"messages": conversation(entry, entry["refined"])})
         elif entry["kept"]:
             rows.append({"messages": conversation(entry)})
-    return tokenised(rows, tokenizer, run.args.template, run.args.max_length)
+    length = min(run.args.max_length, context)
+    return tokenised(rows, tokenizer, run.args.template, length)
 
 
 def sets_of_run(run, tokenizer, context):
@@ -120,7 +121,7 @@ def sets_of_run(run, tokenizer, context):
         "upper_heldout": levels.upper_heldout,
         "lower_original": levels.lower,
         "lower_heldout": levels.lower_heldout,
-        "lower_refined": refined_rows(run, tokenizer),
+        "lower_refined": refined_rows(run, tokenizer, context),
     }
     if args.upper_loss == "dpo":  # they are pairs, whose loss is not that of a row
         del measured["upper_heldout"]

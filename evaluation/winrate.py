@@ -91,7 +91,7 @@ def respond(model, tokenizer, prompts, max_new_tokens, template):
         list(map(str, encoded)),
         max_new_tokens=max_new_tokens,
         temperature=0.0,
-        end_ids=curate.end_tokens(rows, tokenizer),
+        end_ids=curate.end_tokens(tokenizer, template, model),
         label="answers",
     )
     texts = [""] * len(prompts)

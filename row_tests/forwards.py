@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import detect
 from batches import answer_row, row_losses, take, token_groups, tokens_only
 from data.tokens import end_ids
+from generate import is_copy, repetition
 from logprobs import pack, token_logps
 from models import context_length
 from ranking import behind_blank
@@ -44,8 +45,8 @@ class TurnReader:
     text_of: callable
 
 
-def make_reader(model, tokenizer):
-    """The `TurnReader` of a model with its tokenizer."""
+def make_reader(model, tokenizer, template=None):
+    """The `TurnReader` of a model with its tokenizer; template: as `load_rows` takes it."""
 
     @functools.cache
     def text_of(token):
@@ -54,7 +55,7 @@ def make_reader(model, tokenizer):
         begins_word = piece.startswith(("\u0120", "\u2581"))
         return f" {text}" if begins_word else text
 
-    return TurnReader(model, end_ids(tokenizer), text_of)
+    return TurnReader(model, end_ids(tokenizer, template), text_of)
 
 
 def telling_places(texts):
@@ -146,11 +147,11 @@ def read_numbers(reader, rows, blank, label=None):
         for turn, behind in zip(turns, read_turns(reader.model, alone, ()), strict=True):
             texts = [reader.text_of(token) for token in turn.answer]
             numbers = detect.row_numbers(
-                turn.prompt,
-                turn.answer,
                 turn.given,
                 behind.given[: len(turn.given)],
                 turn.given_end,
+                repetition(turn.answer),
+                is_copy(turn.answer, turn.prompt),
                 telling_places(texts),
             )
             numbers["loss"] = turn.loss

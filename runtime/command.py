@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import os
-import re
 import shlex
 import signal
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REPEATABLE = {"--prompt"}  # flags that may be given more than once
 # Errors of these packages speak of a file that the user named: one line says what they say.
 LIBRARIES = {
     "_csv",
@@ -72,7 +72,7 @@ def run(main, resumes=False):
     ):  # torchrun's processes have a handler already
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        _refuse_empty_words()
+        _check_words()
         main()
         sys.stdout.flush()
     except KeyboardInterrupt as error:
@@ -102,13 +102,19 @@ def run(main, resumes=False):
         dist.destroy_process_group()
 
 
-def _refuse_empty_words():
-    """A shell variable that is not set leaves an empty value, which would mean the default."""
+def _check_words():
+    """An empty value, as of a shell variable that is not set, would mean the default; the first
+    of two values of one flag would be lost."""
+    flags = set()
     for word in sys.argv[1:]:
-        if not word.strip() or re.fullmatch(r"--[\w-]+=\s*", word):
+        flag, equals, value = word.partition("=")
+        if not word.strip() or (flag.startswith("--") and equals and not value.strip()):
             raise UserError(
                 f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none"
             )
+        if flag.startswith("--") and flag in flags and flag not in REPEATABLE:
+            raise UserError(f"{flag} is given twice; leave one of them")
+        flags.add(flag)
 
 
 def _in_one_line(error, resumes):

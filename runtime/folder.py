@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 LOCK = "run.lock"  # locked by the process that trains in the folder
+FINGERPRINTS = "fingerprints.json"  # {name: sha256} of the files that `write_once` writes
 _lock = None  # its descriptor; the system lets go of it when the process ends
 
 
@@ -124,8 +126,10 @@ def _open_run(out, config, resume, free_to_change):
     if resume and not begun:
         print(f"--resume: there is no run in {out} yet; a new one begins")
     if begun and not resume:
+        free = next(n for n in itertools.count(2) if not Path(f"{out}-{n}").exists())
         raise UserError(
-            f"{out}: already holds a run; continue it with --resume or choose another --out"
+            f"{out}: already holds a run; continue it with --resume, or begin another one "
+            f"with --out {out}-{free}"
         )
     saved = config
     if begun:
@@ -268,20 +272,36 @@ def _newest_checkpoint(out):
 # --- files written once ---------------------------------------------------------------------------
 
 
-def write_once(file, content):
-    """`write_atomic` by the first process, which makes the folder when it is missing."""
-    if rank() == 0:
-        file.parent.mkdir(exist_ok=True)
-        write_atomic(file, content)
+def write_once(out, name, content):
+    """Write a file of the run folder (str or bytes), and its hash into `fingerprints.json`."""
+    if rank() > 0:
+        return
+    content = content.encode() if isinstance(content, str) else content
+    hashes = _hashes(out) | {name: hashlib.sha256(content).hexdigest()}
+    write_atomic(out / FINGERPRINTS, json.dumps(hashes, indent=1) + "\n")
+    (out / name).parent.mkdir(exist_ok=True)
+    write_atomic(out / name, content)
 
 
-def read_once(file, read):
-    """read(file) by the first process, for all of them; None when there is no such file yet."""
+def read_once(out, name, read):
+    """read(bytes) of such a file by the first process, for all; None when there is none yet.
 
-    def reading_file():
+    Raises `UserError` for one that was cut or edited.
+    """
+    file = out / name
+
+    def read_checked():
         if not file.exists():
             return None
         with reading(f"{file}: damaged, delete it to have it made again"):
-            return read(file)
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != _hashes(out).get(name):
+                raise ValueError("it is not as it was written")
+            return read(content)
 
-    return on_first(reading_file)
+    return on_first(read_checked)
+
+
+def _hashes(out):
+    file = out / FINGERPRINTS
+    return json.loads(file.read_text()) if file.exists() else {}

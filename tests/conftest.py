@@ -195,6 +195,14 @@ def write_rows(path, rows):
     return str(path)
 
 
+def reasons(report):
+    """{reason: row_ids} of the rows that a report of `load_rows` says are set aside."""
+    row_ids = {}
+    for row in report["set_aside"]:
+        row_ids.setdefault(row["reason"], []).append(row["row_id"])
+    return row_ids
+
+
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
@@ -226,7 +234,9 @@ def flags(**options):
         if value is None or value is False:
             continue
         words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
             words.append(str(value))
     return words
 
@@ -234,7 +244,7 @@ def flags(**options):
 def caller(main, tmp_path, capfd, folders, **defaults):
     """call(files, model="llama", **flags): `main` in this process.
 
-    It returns a namespace: out, text, and of a finished run result (of the RESULT line), metrics,
+    It returns a namespace: out, text, result (what it returns), and of a finished run metrics,
     weights and curated, the rows of the files of these names.
     """
 
@@ -245,12 +255,8 @@ def caller(main, tmp_path, capfd, folders, **defaults):
         out = tmp_path / out
         options = defaults | sources | {"cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
-        main(flags(model=folders.get(model, model), out=out, **options))
-        text = capfd.readouterr().out
-        run = SimpleNamespace(out=out, text=text, result=None)
-        last_line = text.splitlines()[-1]
-        if last_line.startswith("RESULT "):
-            run.result = json.loads(last_line.removeprefix("RESULT "))
+        result = main(flags(model=folders.get(model, model), out=out, **options))
+        run = SimpleNamespace(out=out, text=capfd.readouterr().out, result=result)
         for name in ("metrics", "weights", "curated"):
             file = out / f"{name}.jsonl"
             setattr(run, name, read_rows(file) if file.exists() else None)

@@ -18,6 +18,7 @@ import batches
 import logprobs
 import models
 from data.tokens import load_rows
+from generate import check_folded
 from runtime.folder import fingerprint
 
 CPU = torch.device("cpu")
@@ -67,6 +68,10 @@ def test_an_adapter_that_does_not_match_is_refused(
         {"init_lora_weights": "pissa"},
         {"trainable_token_indices": [3]},
         {"lora_alpha": 0},
+        {"lora_bias": True},
+        {"alora_invocation_tokens": [5, 6]},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -77,6 +82,18 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
     folder = make_adapter(folders["llama"], tmp_path / "adapter", **changes)
     refused(lambda: train(files(), adapter=folder))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters):
+    """Answers are written with the adapter folded into the base: it must be the same model."""
+    base = models.load_model(str(folders["llama"]), CPU)
+    model = models.add_lora(base, adapter=str(adapters["llama"]))
+    check_folded(model, "adapter")
+    layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
+    layer.scaling["default"] *= 2
+    plain = layer.get_delta_weight
+    layer.get_delta_weight = lambda name: plain(name) / 2
+    assert "folded" in refused(lambda: check_folded(model, "adapter"))
 
 
 def test_an_adapters_dropout_is_off(online, files, adapters, tmp_path):

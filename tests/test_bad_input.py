@@ -71,28 +71,32 @@ def bad(tmp_path, files, folders, refused):
 
 # --- rows -----------------------------------------------------------------------------------------
 
-LONG = json.dumps({"prompt": "long " * 200, "response": "b"})
+BAD_LINES = {
+    '{"prompt": "a", "response": ': "not valid JSON",
+    "[1, 2]": "the row is no object",
+    '{"prompt": "a"}': 'no column "response"',
+    '{"prompt": "a", "response": " "}': "an empty answer",
+    json.dumps({"prompt": "long " * 200, "response": "b"}): "the prompt is too long",
+}
 
 
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [
-        ('{"prompt": "a", "response": ', r"bad\.jsonl line 4: not valid JSON"),
-        ("[1, 2]", r"bad\.jsonl line 4: a row must be an object"),
-        ('{"prompt": "a"}', r'line 4: no column "response"'),
-        ('{"prompt": "a", "response": 7}', r'line 4: "response" must be text'),
-        (
-            LONG,
-            r"1 rows are longer than the model's context of 128 tokens.*--max-length 128",
-        ),
-    ],
-)
-@pytest.mark.parametrize("level", ["lower", "upper"])
-def test_rows(bad, tmp_path, level, last, message):
+def test_bad_rows_stop_nothing(train, bad, tmp_path):
+    """The other rows train, and the plan counts the bad ones; a file of bad ones is refused."""
+    paths = bad.paths
+    for level in ("lower", "upper"):
+        lines = [json.dumps(row) for row in read_rows(paths[level])[:6]]
+        paths[level] = tmp_path / f"{level} and more.jsonl"
+        paths[level].write_text("\n".join([*lines, *BAD_LINES]))
+    run = train(paths, out="noisy", batch=4, epochs=1)
+    said = re.findall(r"(\w+: 6 rows), .* 5 rows set aside \((.*?)\)", run.text)
+    wanted = sorted(f"{reason}: 1" for reason in BAD_LINES.values())
+    assert [level for level, _ in said] == ["lower: 6 rows", "upper: 6 rows"]
+    assert all(sorted(reasons.split(", ")) == wanted for _, reasons in said)
+    assert sorted(row["row_id"] for row in run.weights) == list(range(6))
     path = tmp_path / "bad.jsonl"
-    lines = [json.dumps(row) for row in make_rows(3, seed=31)]
-    path.write_text("\n".join([*lines, last]) + "\n")
-    bad(message, **{level: path})
+    path.write_text("\n".join([*lines[:4], *BAD_LINES]))
+    examples = r"line 5: not valid JSON; line 6: .*; line 7: [^;]*"
+    bad(rf"bad\.jsonl: 5 of 9 rows cannot be used \({examples}\)", lower=path)
 
 
 def test_sources(bad, tmp_path):
@@ -110,13 +114,13 @@ def test_sources(bad, tmp_path):
 
 
 def test_a_prompt_that_is_held_out_is_not_trained_on(train, files, tmp_path):
-    """Its row is dropped, and the plan says how many: it would flatter the run."""
+    """Its row is set aside, and the plan says how many: it would flatter the run."""
     paths = files()
     rows = [*make_rows(5, seed=32), *read_rows(paths["heldout"])[:2]]
     paths["lower"] = write_rows(tmp_path / "shared.jsonl", rows)
     run = train(paths, batch=4, epochs=1)
     assert "lower: 5 rows" in run.text
-    assert "dropped {'held_out_prompt': 2}" in run.text
+    assert "2 rows set aside (its prompt is held out: 2)" in run.text
     assert sorted(row["row_id"] for row in run.weights) == [0, 1, 2, 3, 4]
 
 

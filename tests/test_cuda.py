@@ -29,7 +29,7 @@ def test_eq_token_logprobs_through_the_kernel(dtype):
     errors = check_function(dtype, "cuda")
     assert errors["logps"] < 1e-5
     assert errors["gradient"] < 3e-3
-    assert errors["same without gradient"]
+    assert errors["without gradient"] < 1e-6  # another kernel, which adds in another order
     assert errors["rows of none"] == 0
 
 

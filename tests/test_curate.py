@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -11,22 +12,28 @@ from by_hand import token_logps
 from conftest import (
     CHATML,
     make_neox,
-    make_rows,
     make_tokenizer,
     read_rows,
     save_model,
     write_rows,
 )
 from test_generate import make_prompts
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+)
 
 import batches
 import curate
 import models
-from data.tokens import empty_prompt, load_rows
+from data.tokens import empty_prompt
+from generate import generate
 from utils import UserError, content_hash
 
 COLUMNS = [
+    "source",
     "row_id",
     "hash",
     "prompt",
@@ -144,16 +151,35 @@ def test_empty_prompt(prompts, expected):
 
 
 @pytest.mark.parametrize(("chat", "turn_end"), [(None, set()), (CHATML, {3})])
-def test_end_tokens(tmp_path, chat, turn_end):
-    """EOS, and what a complete row ends in: a chat's end of the turn. A cut row ends anywhere."""
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(3, 1))
+def test_end_tokens(chat, turn_end):
+    """EOS, the end of a chat's turn, and the ends of the model's own generation_config.json."""
     tokenizer = make_tokenizer(chat)
-    rows, _ = load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
-    assert curate.end_tokens(rows, tokenizer) == {0} | turn_end
-    cut = {"input_ids": [7, 8, 9], "trained": [0, 1, 1], "complete": False}
-    ends = {"input_ids": [7, 8, 3], "trained": [0, 1, 1], "complete": True}
-    for rows, expected in (([cut] * 100 + [ends], {0, 3}), ([cut], {0})):
-        assert curate.end_tokens(datasets.Dataset.from_list(rows), tokenizer) == expected
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    assert curate.end_tokens(tokenizer, None, model) == {0} | turn_end
+    for listed in ([7, 9], 7):
+        model.generation_config = GenerationConfig(eos_token_id=listed)
+        ends = {0} | turn_end | set(np.atleast_1d(listed).tolist())
+        assert curate.end_tokens(tokenizer, None, model) == ends
+    made_up = GenerationConfig.from_model_config(LlamaConfig(eos_token_id=8))
+    model.generation_config = made_up
+    assert curate.end_tokens(tokenizer, None, model) == {0} | turn_end
+
+
+def test_answers_stop_where_transformers_stops(folders):
+    """At the model's own list of ends, of which the tokenizer knows none."""
+    model = models.load_model(str(folders["llama"]), torch.device("cpu"))
+    prompts = make_prompts(6)
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+    seeds = [""] * len(prompts)
+    free = generate(model, prompts, seeds, end_ids=[0], **options)
+    ends = [free[0][0][2], free[1][0][4]]
+    written = generate(model, prompts, seeds, end_ids=ends, **options)
+    for prompt, (tokens, complete) in zip(prompts, written, strict=True):
+        config = GenerationConfig(eos_token_id=ends, pad_token_id=0, max_new_tokens=12)
+        ids = torch.tensor([prompt])
+        theirs = model.generate(ids, generation_config=config)[0, len(prompt) :].tolist()
+        assert tokens == theirs
+        assert complete == (tokens[-1] in ends)
 
 
 def test_room_for_an_answer():
@@ -212,7 +238,12 @@ def calibrate(monkeypatch, folders):
         )
         monkeypatch.setattr(curate, "scores", scores)
         held_out = datasets.Dataset.from_dict(columns)
-        return curate.calibrate(model, held_out, SAMPLING, [3])
+        run = SimpleNamespace(
+            learner=SimpleNamespace(model=model),
+            rows=SimpleNamespace(upper_heldout=held_out),
+            tokenizer=make_tokenizer(),
+        )
+        return curate.calibrate(run, SAMPLING, None, [3])
 
     return call
 
@@ -307,7 +338,7 @@ def test_eq_curated_rows(online, files, folders):
         # The rows that rank last, and no others, have a refined answer: the greedy one.
         assert (entry["refined"] is not None) == (entry["rank"] > 11)
         if entry["refined"] is None:
-            assert [entry[key] for key in COLUMNS[8:12]] == [
+            assert [entry[key] for key in COLUMNS[9:13]] == [
                 None,
                 "original",
                 None,
@@ -333,7 +364,7 @@ def test_eq_curated_rows(online, files, folders):
             assert entry["recommended"] != "refined"  # five trusted rows are too few
         # The last refresh's answers: when, their log-probs then and now, the ratio.
         if entry["row_id"] not in buffer:
-            assert [entry[key] for key in COLUMNS[12:]] == [None] * 4
+            assert [entry[key] for key in COLUMNS[13:]] == [None] * 4
             continue
         rows, old_logps, _ = buffer[entry["row_id"]]
         now = [logp(tuned, prompt, batches.response_of(row)) for row in rows]

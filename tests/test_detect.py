@@ -41,7 +41,7 @@ def test_the_numbers_of_a_row_by_hand():
     given = tensor([-1, -2, -4, -1])
     blank = tensor([-3, -3, -3, -3])
     end = tensor([-0.5, -0.25])
-    row = detect.row_numbers([9, 9], [5, 6, 7, 8], given, blank, end, [2])
+    row = detect.row_numbers(given, blank, end, 0.25, False, [2])
     assert math.isnan(row.pop("echo"))
     assert row == {
         "end": 0.75,
@@ -49,14 +49,14 @@ def test_the_numbers_of_a_row_by_hand():
         "fluency": 2,
         "slip": 5,
         "peak": 6,
-        "repetition": 0,
+        "repetition": 0.25,
         "length": 4,
     }
 
 
 def test_the_numbers_of_a_row_without_end_or_answer():
     none = tensor([])
-    row = detect.row_numbers([9], [], none, none, none)
+    row = detect.row_numbers(none, none, none, 0.0, False)
     for name in ("end", "slip", "peak", "echo"):
         assert math.isnan(row.pop(name))
     assert not any(row.values())
@@ -64,31 +64,15 @@ def test_the_numbers_of_a_row_without_end_or_answer():
 
 def test_log_probs_of_two_answers_are_refused():
     with pytest.raises(ValueError, match="2 and 1 log-probs of one answer"):
-        detect.row_numbers([1], [2, 3], tensor([-1, -2]), tensor([-3]), tensor([]))
+        detect.row_numbers(tensor([-1, -2]), tensor([-3]), tensor([]), 0.0, False)
 
 
-def test_repetition_is_the_share_of_4_grams_that_come_again():
-    assert detect.repetition([1, 2, 3]) == 0
-    assert detect.repetition([]) == 0
-    assert detect.repetition([1, 2, 3, 4] * 3) == 1 - 4 / 9
-
-
-@pytest.mark.parametrize(
-    "answer, copy",
-    [
-        ([1, 2, 3, 4, 5, 6, 7, 8], True),
-        ([1, 2, 3, 4, 5, 6, 7], False),  # a short answer may be a quotation
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 50], True),
-        ([1, 2, 3, 4, 5, 6, 7, 50, 51], False),  # words of its own
-        ([8, 1, 7, 2, 6, 3, 5, 4], False),  # no 3-gram of the question
-    ],
-)
-def test_an_echo_is_copied_and_says_nothing_new(answer, copy):
-    answer = torch.tensor(answer)
-    given = -torch.ones(len(answer))
-    row = detect.row_numbers(torch.arange(1, 30), answer, given, 3 * given, given)
-    echo = 2 if copy else math.nan
-    assert row["echo"] == pytest.approx(echo, nan_ok=True)
+def test_an_echo_is_a_copy_that_is_likely_behind_its_prompt():
+    given = -torch.ones(10)
+    row = detect.row_numbers(given, 3 * given, given, 0.0, True)
+    assert row["echo"] == -2 * -1
+    row = detect.row_numbers(given, 3 * given, given, 0.0, False)
+    assert math.isnan(row["echo"])
 
 
 @pytest.mark.parametrize(

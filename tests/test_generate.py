@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import make_adapter, make_neox
 
-from generate import _SeededSampler, folded, generate
+import generate as generate_module
+from generate import _SeededSampler, folded, generate, is_copy, repetition
 from models import adapter, add_lora, add_twin, bare, load_model
 
 CPU = torch.device("cpu")
@@ -198,6 +199,23 @@ def test_the_models_own_generation_config_does_not_leak_in(model):
         causal_lm.generation_config = before
 
 
+def test_a_static_cache_writes_the_same(model, monkeypatch):
+    """The cache that CUDA compiles over, of widths rounded up; where it fails, the usual one."""
+    prompts = make_prompts(9, longest=30)
+    plain = ask(model, prompts, batch_size=4)
+    assert ask(model, prompts, batch_size=4, static_cache=True) == plain
+    one_batch = generate_module._one_batch
+
+    def without(model, config, *rest):
+        if config.cache_implementation == "static":
+            raise NotImplementedError("this model has no static cache")
+        return one_batch(model, config, *rest)
+
+    monkeypatch.setattr(generate_module, "_one_batch", without)
+    with pytest.warns(UserWarning, match="without a static cache"):
+        assert ask(model, prompts, batch_size=4, static_cache=True) == plain
+
+
 def test_training_mode_and_checkpointing_survive(folders, adapters):
     """A model in training mode writes the same, and is in training mode again."""
     plain = with_lora(folders["llama"], adapters["llama"]).eval()
@@ -338,3 +356,26 @@ def test_batches_halve_when_memory_is_short(model, monkeypatch):
     failing(model, monkeypatch, lambda size, config: short)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ask(model, prompts)
+
+
+# --- how an answer looks --------------------------------------------------------------------------
+
+
+def test_repetition_is_the_share_of_4_grams_that_come_again():
+    assert repetition([1, 2, 3]) == 0
+    assert repetition([]) == 0
+    assert repetition([1, 2, 3, 4] * 3) == 1 - 4 / 9
+
+
+@pytest.mark.parametrize(
+    "answer, copy",
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], True),
+        ([1, 2, 3, 4, 5, 6, 7], False),  # a short answer may be a quotation
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 50], True),
+        ([1, 2, 3, 4, 5, 6, 7, 50, 51], False),  # words of its own
+        ([8, 1, 7, 2, 6, 3, 5, 4], False),  # no 3-gram of the question
+    ],
+)
+def test_a_copy_says_nothing_new(answer, copy):
+    assert is_copy(answer, list(range(1, 30))) == copy

@@ -133,8 +133,9 @@ def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
 # --- ranking files --------------------------------------------------------------------------------
 
 
-def numbered(count):
-    return datasets.Dataset.from_list([{"row_id": n, "hash": f"{n}"} for n in range(count)])
+def numbered(count, source="a.jsonl"):
+    rows = [{"source": source, "row_id": n, "hash": f"{n}"} for n in range(count)]
+    return datasets.Dataset.from_list(rows)
 
 
 def ranked_rows(path, kept):
@@ -167,6 +168,7 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
     assert [line["row_id"] for line in lines] == [1, 3, 2, 0, 4]
     assert [line["kept"] for line in lines] == [True] * 3 + [False] * 2
     assert lines[3] == {
+        "source": "a.jsonl",
         "row_id": 0,
         "hash": "0",
         "bad": True,
@@ -186,7 +188,7 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
     if first == second:
         assert kept_by(numbered(3), file) == [None, True, None]
         return
-    with pytest.raises(UserError, match="row 2: row_id 1 is kept in one line and not in"):
+    with pytest.raises(UserError, match="row 2: row_id 1 has another line that says other"):
         kept_by(numbered(3), file)
 
 
@@ -201,8 +203,32 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
 )
 def test_a_ranking_of_other_data_or_without_verdicts_is_refused(tmp_path, line):
     file = write_rows(tmp_path / "ranking.jsonl", [line])
-    with pytest.raises(UserError, match="row_id"):
+    with pytest.raises(UserError, match=r"row_id|kept"):
         kept_by(numbered(3), file)
+
+
+def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
+    """By source and row_id; where rows and ranking have one source each, its name may differ."""
+    both = datasets.concatenate_datasets([numbered(2, "a.jsonl"), numbered(2, "b.jsonl")])
+    columns = {"weight": torch.tensor([1.0, 0.0, 3.0, 4.0])}
+    file = tmp_path / "ranking.jsonl"
+    ranking.write_ranking(file, both, torch.tensor([1.0, 0, 2, 3]), 0.75, columns)
+    assert kept_by(both, file) == [True, False, True, True]
+    assert ranking.weights_of(both, file).tolist() == [1, 0, 3, 4]
+    assert kept_by(numbered(2, "b.jsonl"), file) == [True, True]
+    assert "2 rows that" in capsys.readouterr().out
+    with pytest.raises(UserError, match="keeps none"):
+        kept_by(numbered(2, "c.jsonl"), file)
+    ranking.write_ranking(file, numbered(2), torch.tensor([1.0, 0]), 0.5, {})
+    assert kept_by(numbered(2, "moved.jsonl"), file) == [True, False]
+
+
+@pytest.mark.parametrize("weight", [-1, "much", None, 0])
+def test_weights_that_no_row_can_have_are_refused(tmp_path, weight):
+    line = {"row_id": 0, "hash": "0", "weight": weight}
+    file = write_rows(tmp_path / "ranking.jsonl", [line])
+    with pytest.raises(UserError, match="weight"):
+        ranking.weights_of(numbered(1), file)
 
 
 def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
@@ -213,7 +239,7 @@ def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
         True,
         False,
     ]
-    assert "2 of the 4 lower rows are not in" in capsys.readouterr().out
+    assert "2 of the 4 rows are not listed in" in capsys.readouterr().out
     for verdict in (True, False):
         file = ranked_rows(tmp_path, [(0, verdict)])
         with pytest.raises(UserError, match="keep"):

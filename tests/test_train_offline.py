@@ -23,6 +23,7 @@ from conftest import (
     write_pairs,
     write_rows,
 )
+from safetensors.torch import load_file
 
 import batches
 import models
@@ -246,14 +247,17 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
     assert [entry["row_id"] for entry in run.weights] == order
     for rank, entry in enumerate(run.weights, 1):
         row = source[entry["row_id"]]
-        assert list(entry)[:5] == ["row_id", "hash", "rank", "kept", "weight"]
+        keys = ["source", "row_id", "hash", "rank", "kept", "weight"]
+        assert list(entry)[:6] == keys
+        assert entry["source"] == str(paths["lower"])
         assert entry["hash"] == content_hash(row["prompt"], row["response"])
         assert (entry["rank"], entry["kept"]) == (rank, rank <= 18)
         for column in ("base_loss", "final_loss"):
             assert entry[column] == pytest.approx(losses[entry["row_id"]], rel=1e-4)
     kept = [losses[row_id] for row_id in order[:18]]
     assert run.result["lower_kept"] == pytest.approx(sum(kept) / 18, rel=1e-4)
-    shown = [{key: entry[key] for key in ("row_id", "hash")} for entry in run.weights]
+    keys = keys[:3]
+    shown = [{key: entry[key] for key in keys} for entry in run.weights]
     for entry in shown:
         entry |= source[entry["row_id"]]
     assert read_rows(run.out / "shown.jsonl") == shown  # the texts, for the report
@@ -284,6 +288,32 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     source[kept[0]]["response"] = "another answer"
     write_rows(paths["lower"], source)
     refused(lambda: train(paths, out="other", **keep))
+
+
+def test_eq_given_weights_are_those_of_the_loss(train, files, tmp_path):
+    """--weights: the lower loss of a step is mean w l with weights of mean one over all rows. Rows
+    without a weight do not count."""
+    paths = files(lower=8, upper=6)
+    first = train(paths, out="first", batch=4, epochs=1, omega_lr=30)
+    lines = [line | {"weight": float(line["row_id"])} for line in first.weights]
+    file = write_rows(tmp_path / "weights.jsonl", lines)
+    run = train(paths, method="sft", weights=file, batch=8, epochs=1, lr=0)
+    losses = [line["base_loss"] * line["weight"] / 3.5 for line in lines]
+    assert run.metrics[0]["lower_loss"] == pytest.approx(sum(losses) / 8)
+    for line in run.weights:
+        assert line["weight"] == pytest.approx(line["row_id"] / 3.5)
+
+
+def test_warm_up_and_targets(train, files):
+    """Adam's first step is lr in every parameter; a third of it in a warm-up of three steps."""
+    paths = files(lower=8, upper=6)
+    options = {"lora_targets": ["q_proj", "v_proj"], "batch": 8, "epochs": 1, "clip": "inf"}
+    whole = load_file(train(paths, out="whole", **options).out / ADAPTER)
+    slow = load_file(train(paths, out="slow", warmup=3, **options).out / ADAPTER)
+    assert {name.split(".")[-3] for name in whole} == {"q_proj", "v_proj"}
+    for name in whole:
+        if "lora_B" in name:  # begins at zero
+            torch.testing.assert_close(slow[name] * 3, whole[name])
 
 
 def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
@@ -332,6 +362,12 @@ def test_run_folder_and_metrics(train, files):
     assert set(wanted) <= set(left)
     assert not [name for name in left if "partial" in name]
     assert json.loads((run.out / "result.json").read_text()) == run.result
+    shown = json.loads(run.text.splitlines()[-1].removeprefix("RESULT "))
+    assert shown.items() <= run.result.items()
+    assert len(shown) <= 25
+    card = (run.out / "adapter/README.md").read_text()
+    assert f"| upper_heldout | {run.result['upper_heldout']} |" in card
+    assert "More Information Needed" not in card
     assert [step["step"] for step in run.metrics] == list(range(6))
     for step in run.metrics:
         ends = step["step"] % 3 == 2

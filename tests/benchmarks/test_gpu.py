@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import time
@@ -93,6 +94,10 @@ def test_a_call_whose_time_is_over_counts_against_no_part(call, tmp_path, monkey
     monkeypatch.setattr(gpu, "RESERVE", 58.5)  # 1.5 seconds, less than the limit of `hangs`
     assert call() == {"works": 1, "hangs": 1, "dies": 0, "lacks": 0}
     assert not (tmp_path / "out" / "rehearsal" / "hangs.json").exists()
+
+
+def test_every_part_can_go_to_a_python_of_its_own(tmp_path):
+    pickle.dumps(gpu_parts.parts_of(gpu_parts.FULL, tmp_path))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""data/layouts.py: every layout, what drops a row by name, and turns that stay turns.
+"""data/layouts.py: every layout, what sets a row aside and why, and turns that stay turns.
 
 Rows are written as JSON in which a word in capitals stands for a message or a conversation.
 """
@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from conftest import CHATML, make_tokenizer, write_rows
+from conftest import CHATML, make_tokenizer, reasons, write_rows
 
 from data import layouts, tokens
 from utils import UserError, content_hash
@@ -108,7 +108,7 @@ def test_dialogues_in_text_begin_with_any_blank(load, blank):
         {"prompt": prompt, "chosen": [], "rejected": []},
     )
     assert (rows[0]["prompt"], rows[0]["response"]) == ("hi", "b")
-    assert report["dropped"] == {"no_assistant_turn": [1]}
+    assert reasons(report) == {"no answer to a question": [1]}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,12 @@ def test_columns_beside_renamed_ones_are_read(load):
     assert prompt == "System: Sort:\nUser: b a"
     image = parse(row) | {"image": "x.png"}
     _, report = load(row, image, columns="instruction=q,output=a")
-    assert report["dropped"] == {"image_or_other_part": [1]}
+    assert reasons(report) == {layouts.LOST_PART: [1]}
+    prompts = load(
+        '{"instruction": "a", "kind": "c", "output": "b"}',
+        columns="instruction=kind,output=output",
+    )
+    assert "kind" not in prompts[0].column_names, "a renamed column is no label"
 
 
 @pytest.mark.parametrize(
@@ -176,23 +181,6 @@ def test_a_system_column_is_the_system_turn_of_every_layout(load, row):
     assert load(parse(row) | {"system": "Be brief."})[0][0] == wanted
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        '{"prompt": "Sort:", "response": "a b"}',
-        '{"prompt": "Sort:", "chosen": "a", "rejected": "b"}',
-        '{"question": "Sort:", "response": "a b"}',
-        '{"messages": [ASK, ANSWER]}',
-    ],
-)
-def test_an_input_that_would_not_be_read_is_refused(load, row):
-    wanted = load(row)[0]["hash"][0]
-    for empty in ("", " \n", None):
-        assert load(parse(row) | {"input": empty})[0]["hash"][0] == wanted
-    with pytest.raises(UserError, match='line 1: "input" has text'):
-        load(parse(row) | {"input": "b a"})
-
-
 def test_columns_and_keys_that_are_not_read_are_named(load):
     thought = '{"role": "assistant", "content": "b", "reasoning": "think", "name": ""}'
     _, report = load(
@@ -201,73 +189,133 @@ def test_columns_and_keys_that_are_not_read_are_named(load):
     assert report["unread"] == ["'id'", "'reasoning of messages'"]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        "3",
-        '{"prompt": "a"}',
-        '{"prompt": "a", "response": 3}',
-        '{"prompt": ["a"], "response": "b"}',
-        '{"messages": "hello"}',
-        '{"messages": [{"role": "wizard", "content": "x"}]}',
-        '{"messages": [ASK, {"role": "assistant", "content": "b", "weight": 0.5}]}',
-        '{"messages": [{"role": "user", "content": 4}]}',
-        '{"chosen": "no dialogue", "rejected": "x"}',
-        '{"text": "x", "label": 1}',
-        '{"prompt": "a", "response": "b", "bad": "perhaps"}',
-        '{"prompt": "a", "response": "b", "row_id": 0, "hash": "0", "rank": 1, "recommended": "c"}',
-    ],
-)
-def test_rows_that_are_refused_with_their_line(load, row):
-    with pytest.raises(UserError, match=r"source\.jsonl line 1: ") as caught:
-        load(row)
+# --- what sets a row aside ------------------------------------------------------------------------
+
+BAD_ROWS = {
+    "3": "the row is no object",
+    "[1, 2]": "the row is no object",
+    "{}": 'no column "messages"',
+    '{"messages": "hello"}': "not a list of messages (str)",
+    '{"messages": ["hello"]}': "a message is no object",
+    '{"messages": [{"role": "wizard", "content": "x"}]}': "the unknown role 'wizard'",
+    '{"messages": [ASK, {"role": "gpt", "weight": 0.5}]}': "a weight that is neither 0 nor 1",
+    '{"messages": [{"role": "user", "content": {}}]}': "a message is not text (dict)",
+    '{"messages": [{"role": "user", "content": [[3]]}]}': "a part of a message is not text (list)",
+    '{"chosen": "none", "rejected": "x"}': 'not a dialogue that starts with "Human: "',
+    '{"prompt": "a", "response": ["b"]}': "a message is no object",
+    '{"prompt": "a", "response": {"b": 1}}': '"response" is not text (dict)',
+    '{"prompt": ["a"], "response": "b"}': "a message is no object",
+    '{"prompt": "a", "response": "b", "bad": "x"}': 'the label "bad" is neither true nor false',
+    '{"prompt": "a", "response": "b", "kind": []}': 'the label "kind" is not text (list)',
+    '{"prompt": "Sort:", "input": "b a", "response": "a b"}': '"input" has text that this layout '
+    "does not read (name the columns instruction=...,input=input,output=... to read it)",
+    '{"messages": [ASK, CALL]}': layouts.LOST_CALL,
+    '{"messages": [ASK, CALL, {"role": "tool", "content": "5"}, ANSWER]}': layouts.LOST_CALL,
+    '{"messages": [ASK, {"role": "bot", "content": [{"type": "tool_use"}]}]}': layouts.LOST_CALL,
+    '{"messages": [ASK, {"role": "function_call", "content": "f"}]}': layouts.LOST_CALL,
+    '{"messages": [IMAGE, ANSWER]}': layouts.LOST_PART,
+    '{"messages": [ASK, ANSWER], "images": ["x.png"]}': layouts.LOST_PART,
+    '{"messages": [ASK, ANSWER, SILENT]}': layouts.LOST_WEIGHT,
+    '{"messages": [ASK, SILENT, ANSWER, ANSWER]}': layouts.LOST_WEIGHT,
+    '{"messages": [ASK, SILENT]}': "no answer to a question",
+    '{"messages": [ASK]}': "no answer to a question",
+    '{"messages": []}': "no answer to a question",
+    '{"messages": [ANSWER]}': "no answer to a question",
+    '{"messages": [ASK, BLANK]}': "an empty answer",
+    '{"messages": [{"role": "user", "content": "\\u2060"}, ANSWER]}': "an empty prompt",
+    '{"instruction": "a", "output": null}': "an empty answer",
+    '{"instruction": "a", "output": NaN}': "an empty answer",
+    '{"instruction": "a", "output": "</s>"}': "an empty answer",
+    '{"messages": [ASK, {"role": "assistant", "body": "b"}]}': "the text of a message stands under "
+    "the key 'body'",
+    '{"messages": [{"role": "user", "content": [{"type": "text", "words": "a"}]}, ANSWER]}': "the "
+    "text of a message stands under the key 'words'",
+    '{"prompt": "a", "response": "b", "row_id": 0, "hash": "0", "rank": 1, "recommended": "c"}': ""
+    "a line of a run's curated.jsonl, rejected answers included (train on what `python eval.py "
+    "export` makes of that run)",
+}
+
+
+@pytest.mark.parametrize("turns", ["last", "all"])
+def test_rows_that_cannot_be_used_are_set_aside_by_name(load, turns):
+    """A file of every kind of bad row: the rest is read, and the first row decides nothing."""
+    good = '{"messages": [ASK, ANSWER]}'
+    source = ['{"text": "x", "label": 1}', good]
+    wanted = {"no known layout": [0]}
+    for row, reason in BAD_ROWS.items():
+        wanted.setdefault(reason, []).append(len(source))
+        source += [row, good]
+    rows, report = load(*source, turns=turns)
+    assert reasons(report) == wanted
+    assert list(rows["row_id"]) == list(range(1, len(source), 2))
+    assert set(rows["response"]) == {"b"}
+    assert (report["set_aside"][1]["place"], rows["source"][0][-12:]) == (
+        "line 3",
+        "source.jsonl",
+    )
+
+
+def test_a_file_that_is_mostly_bad_is_refused_with_three_rows(load):
+    good = '{"messages": [ASK, ANSWER]}'
+    source = [*[good] * 4, *BAD_ROWS][:10]
+    message = (
+        r"source\.jsonl: 6 of 10 rows cannot be used \(line 5: the row is no object; line 6: the "
+        r'row is no object; line 7: no column "messages"\)$'
+    )
+    with pytest.raises(UserError, match=message):
+        load(*source)
+    assert len(load(good, *source[:9])[0]) == 5, "half of the rows is enough"
+
+
+def test_an_unknown_layout_is_refused_with_its_columns(load):
+    with pytest.raises(
+        UserError, match=r"columns are 'label', 'text'.*--lower-columns"
+    ) as caught:
+        load('{"text": "x", "label": 1}')
     assert "\n" not in str(caught.value)
 
 
-# --- what drops a row -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ('{"messages": [ASK, CALL]}', "tool_call"),
-        (
-            '{"messages": [ASK, CALL, {"role": "tool", "content": "5"}, ANSWER]}',
-            "tool_call",
-        ),
-        (
-            '{"messages": [ASK, {"role": "assistant", "content": [{"type": "tool_use"}]}]}',
-            "tool_call",
-        ),
-        ('{"messages": [ASK, {"role": "function_call", "content": "f"}]}', "tool_call"),
-        ('{"messages": [IMAGE, ANSWER]}', "image_or_other_part"),
-        ('{"messages": [ASK, ANSWER], "images": ["x.png"]}', "image_or_other_part"),
-        ('{"messages": [ASK, ANSWER, SILENT]}', "mixed_weights"),
-        ('{"messages": [ASK, SILENT, ANSWER, ANSWER]}', "mixed_weights"),
-        ('{"messages": [ASK, SILENT]}', "no_assistant_turn"),
-        ('{"messages": [ASK]}', "no_assistant_turn"),
-        ('{"messages": []}', "no_assistant_turn"),
-        ('{"messages": [ANSWER]}', "no_assistant_turn"),
-        ('{"messages": [ASK, BLANK]}', "empty_response"),
-        (
-            '{"messages": [{"role": "user", "content": "\\u2060"}, ANSWER]}',
-            "empty_prompt",
-        ),
-    ],
-)
-@pytest.mark.parametrize("turns", ["last", "all"])
-def test_rows_that_hold_nothing_to_train_on_are_dropped_by_name(load, row, reason, turns):
-    good = '{"messages": [ASK, ANSWER]}'
-    rows, report = load(good, row, good, turns=turns)
-    assert report["dropped"] == {reason: [1]}
-    assert list(rows["row_id"]) == [0, 2]
-    with pytest.raises(UserError, match=reason):
-        load(row)
+def test_numbers_are_their_text(load):
+    rows, report = load(
+        '{"instruction": 7, "input": 0.5, "output": true, "kind": 3}',
+        '{"messages": [ASK, {"role": "assistant", "content": 42}]}',
+    )
+    assert rows["prompt"][:] == ["7\n0.5", "a?"]
+    assert rows["response"][:] == ["true", "42"]
+    assert rows["kind"][:] == ["3", ""]
+    assert report["numbers"] == 5
 
 
 @pytest.mark.parametrize(
     "row",
     [
+        '{"messages": [{"role": "user", "content": [{"type": "text", "value": "a?"}]}, ANSWER]}',
+        '{"messages": [{"role": "user", "parts": [{"text": "a?"}]}, {"from": "bot", "text": "b"}]}',
+        '{"messages": [{"role": "user", "text": "a?"}, ANSWER]}',
+        '{"messages": [{"role": "user", "content": "", "value": "a?"}, ANSWER]}',
+        '{"messages": [{"role": "user", "content": [{"content": "a"}, "?"]}, ANSWER]}',
+        '{"messages": [{"role": "system", "content": "", "id": "x"}, ASK, ANSWER]}',
+    ],
+)
+def test_text_under_another_key_is_read(load, row):
+    assert load(row)[0][0] == load('{"messages": [ASK, ANSWER]}')[0][0]
+
+
+def test_an_assistant_that_speaks_first_is_counted(load):
+    rows, report = load(
+        '{"messages": [ANSWER, ASK, ANSWER]}', '{"messages": [ASK, ANSWER]}'
+    )
+    assert report["greetings"] == 1
+    assert rows[0]["input_ids"] == rows[1]["input_ids"]
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": "a?", "response": "b", "input": " \\n"}',
         '{"messages": [ASK, ANSWER, IMAGE]}',  # behind the last answer
         '{"messages": [CALL, ASK, ANSWER]}',  # before the first question
         '{"messages": [{"role": "user", "content": ["a", {"text": "?", "image": null}]}, ANSWER]}',
@@ -293,8 +341,10 @@ def test_turns_are_joined_and_cut_to_the_last_answer():
     end = '{"role": "assistant", "content": "b <e>\\n<e> "}'
     turns = parse(f"[ANSWER, SYSTEM, ASK, ASK, {end}, ASK]")
     cleaned = parse('[SYSTEM, {"role": "user", "content": "a?\\na?"}, ANSWER]')
-    assert layouts.clean_messages(turns, ("<e>",)) == cleaned
-    assert layouts.clean_messages(turns[:4], ("<e>",)) == []
+    notes = layouts.Notes()
+    assert layouts.clean_messages(turns, ("<e>",), notes) == cleaned
+    assert notes.counts == {"greetings": 1, "ends": 1}
+    assert layouts.clean_messages(turns[:4], ("<e>",), notes) == []
 
 
 def test_messages_are_kept_for_rows_that_are_more_than_one_turn(load):

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_rows, make_tokenizer, write_rows
+from conftest import make_rows, make_tokenizer, read_rows, reasons, write_rows
 
 from data import sets, tokens
 from utils import UserError
@@ -40,12 +40,16 @@ def levels(tmp_path):
             cache_dir=tmp_path / "cache",
         )
         for name, value in options.items():
-            if isinstance(value, list):
+            if isinstance(value, list) and isinstance(value[0], dict):
                 value = write_rows(tmp_path / f"{name}.jsonl", value)
             setattr(settings, name, value)
-        return sets.load_levels(settings, make_tokenizer(), 999)
+        return sets.load_levels(settings, make_tokenizer(), 128)
 
     return call
+
+
+def keys(rows):
+    return list(zip(rows["source"], rows["row_id"], strict=True))
 
 
 def pair(prompt, chosen, rejected):
@@ -94,12 +98,66 @@ def test_held_out_questions_train_on_no_level(levels, capsys):
     )
     assert list(loaded.lower["row_id"]) == [2, 3, 4, 5, 6]
     assert list(loaded.upper["row_id"]) == [0, 1, 3, 4, 5, 6, 8, 9]
-    assert sorted(loaded.reports["lower"]["dropped"]["held_out_prompt"]) == [0, 1, 7]
-    assert sorted(loaded.reports["upper"]["dropped"]["held_out_prompt"]) == [2, 7]
-    assert sets.left_out(loaded.reports["lower"]) == ", dropped {'held_out_prompt': 3}"
+    assert reasons(loaded.reports["lower"]) == {"its prompt is held out": [0, 1, 7]}
+    assert reasons(loaded.reports["upper"]) == {"its prompt is held out": [7, 2]}
+    said = ", 3 rows set aside (its prompt is held out: 3)"
+    assert sets.left_out(loaded.reports["lower"]) == said
     assert "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"lower: every row has a prompt that is held out"):
         levels(lower=rows[:8], upper=rows[10:], upper_heldout=rows[:10])
+
+
+def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
+    """A row's key is its source and its number there, in every set and report."""
+    one, two = make_rows(4, 1), make_rows(4, 2)
+    first = write_rows(tmp_path / "one.jsonl", one)
+    talks = [{"instruction": row["prompt"], "output": row["response"]} for row in two]
+    second = write_rows(tmp_path / "two.jsonl", talks)
+    both = {"lower": [first, second], "lower_columns": "prompt=prompt,response=response"}
+    held_out = [two[1], two[3], one[0]]
+    loaded = levels(**both, upper=make_rows(5, 3), lower_heldout=held_out)
+    assert keys(loaded.lower) == [
+        *zip([first] * 3 + [second] * 2, [1, 2, 3, 0, 2], strict=True)
+    ]
+    assert not sets.prompt_overlap(loaded.lower, loaded.lower_heldout)
+    report = loaded.reports["lower"]
+    assert (report["rows_kept"], report["layout"]) == (8, "prompt/response, alpaca")
+    sets.write_set_aside(tmp_path, loaded.reports)
+    written = read_rows(tmp_path / "set_aside.jsonl")
+    assert [row.pop("level") for row in written] == ["lower"] * 3
+    assert written == report["set_aside"]
+    assert [(row["source"], row["place"]) for row in written] == [
+        (first, "row 0"),
+        (second, "row 1"),
+        (second, "row 3"),
+    ]
+    assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
+    with pytest.raises(UserError, match=r"lower: one source is named twice"):
+        levels(lower=[first, first])
+    with pytest.raises(
+        UserError,
+        match=r"no row has a column that --lower-columns prompt=q,response=a names",
+    ):
+        levels(lower=[first, second], lower_columns="prompt=q,response=a")
+
+
+def test_rows_fit_the_model_and_cut_answers_are_a_warning(levels, capsys):
+    rows = make_rows(20, 1)
+    rows[0] = {"prompt": "a", "response": "stone " * 200}
+    rows[1] = {"prompt": "stone " * 200, "response": "a"}
+    loaded = levels(lower=rows, max_length=2048)
+    assert max(map(len, loaded.lower["input_ids"])) == 128
+    assert sets.left_out(loaded.reports["lower"]) == (
+        ", 1 rows set aside (the prompt is too long: 1), 1 answers cut (5.3%)"
+    )
+    said = capsys.readouterr().out
+    assert "--max-length is 128 tokens here, the model's context" in said
+    assert "warning" not in said
+    rows[2] = rows[0] | {"prompt": "b"}
+    levels(lower=rows, max_length=128)
+    assert capsys.readouterr().out.startswith(
+        "warning: lower: 2 of 19 answers (11%) are cut at 128 tokens"
+    )
 
 
 def test_split_held_out_is_disjoint_by_prompt_and_of_its_seed(load):
@@ -128,6 +186,7 @@ def test_prompt_overlap_is_up_to_whitespace_and_composition(load):
         [{"prompt": text, "response": "y"} for text in ("two words", "cafe\u0301")]
     )
     assert sets.prompt_overlap(one, two) == [1, 2]
+    assert sets.prompt_overlap(one.select([2, 0]), two) == [0], "places, not row_ids"
     assert sets.first_places(["a", "b", "a"]) == {"a": 0, "b": 1}
 
 
@@ -144,8 +203,8 @@ def test_pairs_join_on_row_ids(load):
         pair("e", "good", "bad"),
     ]
     rows, report = load(source, sets.load_pairs, max_length=30)
-    assert report["dropped"] == {"unpaired": [3], "two questions": [], "equal": [1, 2]}
-    assert report["truncated"] == 3
+    assert reasons(report) == {"no usable rejected answer": [3], "equal answers": [1, 2]}
+    assert (report["truncated"], report["rows_kept"]) == (3, 9)
     assert list(rows["row_id"]) == [0, 4]
     row = rows[1]
     rejected = {
@@ -167,32 +226,58 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
             {"chosen": text.format("a", "yes"), "rejected": text.format(other, "no")}
         )
     rows, report = load(source, sets.load_pairs)
-    assert report["dropped"]["two questions"] == [1]
+    assert reasons(report) == {"two questions": [1]}
     assert list(rows["row_id"]) == [0]
     with pytest.raises(UserError, match=r"no pair with two different responses"):
         load(source[1:], sets.load_pairs)
-    with pytest.raises(
-        UserError, match=r"preference pairs need chosen and rejected columns"
-    ):
+    with pytest.raises(UserError, match=r"3 of 3 rows .*line 1: no rejected answer"):
         load(make_rows(3, 1), sets.load_pairs)
+    rows, report = load([*source, make_rows(1, 1)[0]], sets.load_pairs)
+    assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
+
+
+def test_pairs_of_two_sources(tmp_path):
+    """Row 0 of one source is no partner of row 0 of the other."""
+    texts = {"one": [("a", "yes", "no"), ("b", "yes", " ")], "two": [("a", "no", "yes")]}
+    files = []
+    for name, answers in texts.items():
+        source = [pair(*answer) for answer in answers]
+        files.append(write_rows(tmp_path / f"{name}.jsonl", source))
+    rows, report = sets.load_pairs(files, make_tokenizer(), cache_dir=tmp_path)
+    assert keys(rows) == [(files[0], 0), (files[1], 0)]
+    assert rows["response"][:] == ["yes", "no"]
+    assert rows["input_ids"][0] == rows["rejected_input_ids"][1]
+    assert [row["source"] for row in report["set_aside"]] == [files[0]]
 
 
 # --- reports and checks ---------------------------------------------------------------------------
 
 
 def test_what_is_left_out_is_said():
+    calls = [{"reason": "a tool call"}] * 2
     report = {
-        "dropped": {"tool_call": [1, 2], "empty_prompt": []},
+        "set_aside": [*calls, {"reason": "an empty answer"}],
         "bad": 1,
         "unlabelled": 3,
         "truncated": 2,
+        "rows_kept": 40,
+        "numbers": 3,
+        "ends": 60,
+        "greetings": 0,
         "unread": [f"c{n}" for n in range(12)],
     }
     assert sets.left_out(report) == (
-        ", dropped {'tool_call': 2}, 2 responses cut, 1 labelled bad, 3 without a label count as "
-        "good, not read: c0, c1, c2, c3, c4, c5, c6, c7, c8 and 3 more"
+        ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%), "
+        "3 cells are numbers, read as text, 60 answers ended in an end marker, which was cut, "
+        "1 labelled bad, 3 without a label count as good, not read: c0, c1, c2, c3, c4, c5, c6, "
+        "c7, c8 and 3 more"
     )
     assert sets.left_out({}) == ""
+
+
+def test_nothing_set_aside_leaves_no_file(tmp_path):
+    sets.write_set_aside(tmp_path, {"lower": {"set_aside": []}})
+    assert not list(tmp_path.iterdir())
 
 
 def test_both_sides_of_a_pair_count(load):
@@ -202,9 +287,6 @@ def test_both_sides_of_a_pair_count(load):
     sides = [[len(row["input_ids"]), len(row["rejected_input_ids"])] for row in rows]
     assert sets.row_lengths(rows).tolist() == [sum(both) for both in sides]
     assert sets.row_lengths(rows.select([1])).tolist() == [sum(sides[1])]
-    sets.check_lengths(rows, sides[1][1], "upper")
-    with pytest.raises(UserError, match=r"upper: 1 rows are longer"):
-        sets.check_lengths(rows, sides[1][1] - 1, "upper")
 
 
 def test_check_vocabulary(load):
@@ -227,6 +309,8 @@ def test_the_hash_of_rows_is_that_of_their_content(load):
     rows, _ = load(source)
     expected = sets.rows_hash(rows)
     assert sets.rows_hash(load([row | {"bad": True} for row in source])[0]) == expected
+    renamed = rows.map(lambda row: {"source": "other.jsonl"})
+    assert sets.rows_hash(renamed) != expected
     assert sets.rows_hash(rows.select([5, 4, 3, 2, 1, 0])) != expected
     assert sets.rows_hash(rows.select(range(5))) != expected
     source[3]["response"] += " stone"

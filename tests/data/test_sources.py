@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import time
 
 import datasets
@@ -10,9 +11,9 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import make_tokenizer
+from conftest import ROOT, make_tokenizer, reasons
 
-from data import tokens
+from data import layouts, sets, sources, tokens
 from runtime.hub import hub_answers
 from utils import UserError
 
@@ -59,7 +60,7 @@ def test_file_kinds_agree(load, tmp_path):
     write(tmp_path / "x.json", json.dumps(texts, indent=1))
     write(tmp_path / "list.jsonl", b"\xef\xbb\xbf " + json.dumps(texts).encode())
     write(tmp_path / "X.JSONL.GZ", gzip.compress(lines.encode()))
-    expected = load("x.jsonl")[0].to_dict()
+    expected = load("x.jsonl")[0].remove_columns("source").to_dict()
     for source in (
         "x.csv",
         "x.parquet",
@@ -71,7 +72,9 @@ def test_file_kinds_agree(load, tmp_path):
         "list.jsonl",
         "X.JSONL.GZ",
     ):
-        assert load(source)[0].to_dict() == expected, source
+        rows = load(source)[0]
+        assert set(rows["source"]) == {str(tmp_path / source)}
+        assert rows.remove_columns("source").to_dict() == expected, source
     assert load("splits@test")[0]["prompt"][:] == ["c"]
     with pytest.raises(UserError, match=r"splits: .*dev"):
         load("splits@dev")
@@ -92,41 +95,18 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.jsonl", LINE * 4 + '{"prompt": "a", \n', "x.jsonl line 5: not valid JSON"),
-        ("x.jsonl", LINE + "\n[1, 2]\n", "line 3: a row must be an object"),
-        (
-            "x.jsonl",
-            LINE + f'{{"prompt": "a", "response": {DEEP}}}',
-            "line 2: not valid JSON",
-        ),
-        (
-            "x.jsonl",
-            LINE.encode() + b'{"prompt": "\xff", "response": "b"}',
-            "line 2: not valid JSON",
-        ),
-        (
-            "x.jsonl",
-            LINE + '{"prompt": "a", "response": "b", "response": "c"}',
-            "line 2: .*two values",
-        ),
-        (
-            "x.jsonl",
-            '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
-            "two values",
-        ),
         ("x.jsonl", "", "holds no rows"),
         ("x.jsonl", "\n \n", "holds no rows"),
-        ("x.jsonl", bytes(4096), "x.jsonl line 1"),
-        ("x.jsonl", LINE.encode("utf-16"), "x.jsonl line 1"),
+        ("x.jsonl", bytes(4096), r"x.jsonl: .*\(line 1: not valid JSON"),
+        ("x.jsonl", LINE.encode("utf-16"), r"x.jsonl: .*\(line 1: not valid JSON"),
         ("x.json", DEEP, "x.json behind the start: maximum recursion"),
         ("x.json", '[{"prompt": "a"', "x.json behind the start"),
-        ("x.json", '[{"prompt": "a", "prompt": "b", "response": "c"}]', "two values"),
-        ("x.json", "[3]", "element 0: a row must be an object"),
         (
-            "x.csv",
-            "prompt,response\na,b\nonly one\n",
-            "x.csv behind the line 2: line 3 has not",
+            "x.json",
+            '{"a": [{"b": 1}], "c": [{"d": 1}]}',
+            r"x.json: .*no known layout\); the columns are 'a', 'c'",
         ),
+        ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),
         ("x.csv", "prompt,response\n", "holds no rows"),
         ("x.csv", "prompt,response,response\na,b,c\n", "two columns have one name"),
@@ -168,6 +148,58 @@ def test_names_that_are_no_file(load, tmp_path):
         load("nowhere@test")
     write(tmp_path / "y@test.jsonl")
     assert len(load("y@test.jsonl")[0]) == 1
+
+
+# --- rows that cannot be read ---------------------------------------------------------------------
+
+TWICE = '{"prompt": "a", "response": "b", "response": "c"}'
+INSIDE = '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'
+HEAD = "prompt,response\na,b\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    {
+        "cut.jsonl": LINE + '{"prompt": "a", \n' + LINE,
+        "deep.jsonl": LINE + DEEP + "\n" + LINE,
+        "bytes.jsonl": LINE.encode() + b'{"\xff": 1}\n' + LINE.encode(),
+        "twice.jsonl": LINE + TWICE + "\n" + LINE,
+        "inside.jsonl": LINE + INSIDE + "\n" + LINE,
+        "twice.json": f"[{LINE}, {TWICE}, {LINE}]",
+        "under a key, twice.json": f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}',
+        "less.csv": HEAD + "only one\na,b\n",
+        "more.csv": HEAD + "a,b,c\na,b\n",
+    }.items(),
+)
+def test_a_row_that_cannot_be_read_keeps_its_number(load, tmp_path, name, content):
+    write(tmp_path / name, content)
+    rows, report = load(name)
+    (reason,) = reasons(report)
+    assert reasons(report) == {reason: [1]}
+    assert re.match("not valid JSON|two values for one key|not as many cells", reason)
+    assert rows["row_id"][:] == [0, 2]
+    assert rows["response"][:] == ["b", "b"]
+
+
+def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
+    def full(content):
+        raise MemoryError
+
+    monkeypatch.setattr(sources, "_decode", full)
+    write(tmp_path / "x.jsonl")
+    with pytest.raises(
+        UserError, match=r"x.jsonl: no memory for the rows behind the start"
+    ):
+        load("x.jsonl")
+
+
+def test_rows_under_a_key(load, tmp_path, capsys):
+    write(tmp_path / "x.json", f'{{"version": "1.0", "tags": ["a"], "data": [\n{LINE}]}}')
+    assert load("x.json")[0]["response"][:] == ["b"]
+    assert "x.json: reads the rows under the key 'data'" in capsys.readouterr().out
+    talk = '{"messages": [{"role": "user", "content": "a"}, \n {"role": "gpt", "content": "b"}]}'
+    write(tmp_path / "y.json", talk)
+    assert load("y.json")[0]["response"][:] == ["b"], "messages are no rows"
 
 
 # --- parquet and saved data sets ------------------------------------------------------------------
@@ -246,6 +278,33 @@ def test_folder_of_files(load, tmp_path, capsys):
     assert len(load("other")[0]) == 1
 
 
+@pytest.mark.parametrize("word", ["test", "validation", "valid", "dev", "Eval"])
+def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, capsys):
+    folder = tmp_path / "set"
+    for name in ("data", word, "latest"):
+        write(folder / f"{name}.jsonl", json.dumps({"prompt": name, "response": "x"}))
+    assert load("set")[0]["prompt"][:] == ["data", "latest"]
+    said = f"reads 2 of 3 files; for --upper-heldout or --lower-heldout there are {folder / word}"
+    assert said in capsys.readouterr().out
+    assert load(f"set@{word}")[0]["prompt"][:] == [word]
+    write(tmp_path / "other" / f"{word}.jsonl")
+    with pytest.raises(UserError, match=r"name a split as .*other@test"):
+        load("other")
+
+
+def test_a_folder_with_the_same_rows_in_two_formats(load, tmp_path):
+    for name in ("data.json", "data.JSONL"):
+        write(tmp_path / "set" / name)
+    with pytest.raises(UserError, match=r"data.JSONL and data.json may hold the same rows"):
+        load("set")
+    write(tmp_path / "parts" / "a.en.jsonl")
+    write(tmp_path / "parts" / "a.fr.jsonl")
+    write(tmp_path / "parts" / "b.fr.jsonl", LINE + "\n3\n" + LINE)
+    rows, report = load("parts")
+    assert rows["row_id"][:] == [0, 1, 2, 4]
+    assert [row["place"] for row in report["set_aside"]] == ["b.fr.jsonl line 3"]
+
+
 # --- the hub --------------------------------------------------------------------------------------
 
 
@@ -305,3 +364,38 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
         tokens.load_rows("nobody/nothing:main", make_tokenizer(), cache_dir=tmp_path)
     assert time.time() - start < 5
     assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1
+
+
+# --- what public reports are made of --------------------------------------------------------------
+
+CASES = ROOT.parent / "shared" / "cases"
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "fact"),
+    [
+        ("parts_value_user.jsonl", 6, ""),
+        ("nested_pretty.json", 6, ""),
+        ("numbers.jsonl", 6, "6 cells are numbers, read as text"),
+        ("kind_number.jsonl", 6, "6 cells are numbers, read as text"),
+        ("greeting.jsonl", 6, "6 opening turns of the assistant left out"),
+        ("foreign_end.jsonl", 6, "6 answers ended in an end marker, which was cut"),
+        ("folder_split", 3, ""),
+        ("folder_split@validation", 2, ""),
+        ("folder_split@test", 1, ""),
+    ],
+)
+def test_cases_of_public_reports(tmp_path, name, count, fact):
+    if not CASES.is_dir():
+        pytest.skip(
+            "the files of public cases lie beside the repository, in ../shared/cases"
+        )
+    rows, report = tokens.load_rows(CASES / name, make_tokenizer(), cache_dir=tmp_path)
+    assert len(rows) == report["rows_in_source"] == count
+    assert sets.left_out(report) == (fact and f", {fact}")
+    for row in rows:
+        assert tokens.show_example(row, make_tokenizer()).endswith(
+            f" {row['response']}<eos>⟧"
+        )
+        assert not row["response"].endswith(">")
+        assert all(turn["content"] for turn in layouts.conversation(row))

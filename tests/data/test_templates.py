@@ -6,6 +6,8 @@ from conftest import CHATML, make_tokenizer, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
+from data.layouts import Unusable
+from data.templates import segments_of, special_tokens
 from utils import UserError
 
 LLAMA3 = (
@@ -44,7 +46,10 @@ def load(tmp_path):
                 row = dict(zip(("prompt", "response"), row, strict=True))
             source.append(row)
         path = write_rows(tmp_path / "source.jsonl", source)
-        return tokens.load_rows(path, tokenizer, cache_dir=tmp_path / "cache", **options)[0]
+        rows, call.report = tokens.load_rows(
+            path, tokenizer, cache_dir=tmp_path / "cache", **options
+        )
+        return rows
 
     return call
 
@@ -176,7 +181,7 @@ def test_chat_template(load, chat, head, middle, end):
 
     cut = load(tokenizer, ("what?", "a ball " * 50), max_length=50)[0]
     assert not cut["complete"]
-    assert cut["input_ids"][-1] not in tokens.special_tokens(tokenizer)
+    assert cut["input_ids"][-1] not in special_tokens(tokenizer)
     text = show(load, tokenizer, ("what?", "a ball"), template=tokens.TEMPLATE)
     assert text == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧", "the flag wins"
 
@@ -190,10 +195,155 @@ def test_chat_template_without_end_of_turn_gets_eos(load):
     assert text == "user: a\nassistant: ⟦b<eos>⟧"
 
 
-def test_a_chat_template_that_hides_the_border_is_refused(load):
-    odd = CHATML.replace("{% endif %}", "<think>{% endif %}")
-    with pytest.raises(UserError, match=r"line 1: the tokenizer's chat template"):
-        load(make_tokenizer(odd), ("a", "b"))
+def chat(answer="{{ m['content'] }}", prompt="", end="<|im_end|>", last=""):
+    """A chat template like ChatML: an answer, what its prompt adds, its ends and the last one."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+        + answer
+        + "{% else %}{{ m['content'] }}{% endif %}"
+        + end
+        + "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        + prompt
+        + "{% else %}"
+        + last
+        + "{% endif %}"
+    )
+
+
+EMPTY = "<think>\n\n</think>\n\n"
+DELETED = "{{ m['content'].split('</think>')[-1] }}"
+REWRITTEN = (
+    "{% set x = m['content'].split('</think>') %}{% if x[1] is defined %}<think>\n"
+    "{{ x[0].split('<think>')[-1].strip() }}\n</think>\n\n{{ x[1].strip() }}"
+    "{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}"
+)
+CHANNEL = "<|im_start|>final<|im_start|>"
+REASONED = "<think>I see.</think>\nblue"
+SPOKEN = "Write <think> first, then </think> last, as in HTML."
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "prompt", "front"),
+    [
+        (chat(DELETED), REASONED, "", ""),
+        (chat(DELETED), SPOKEN, "", ""),
+        (chat(DELETED, "<think>\n"), "red", "<think>\n", ""),
+        (chat(DELETED, "<think>\n"), SPOKEN, "<think>\n", ""),
+        (chat(DELETED, "<think>\n"), REASONED, "", ""),
+        (chat(REWRITTEN), "red", "", EMPTY),
+        (chat(REWRITTEN), SPOKEN, "", EMPTY),
+        (chat(REWRITTEN), REASONED, "", ""),
+        (chat(REWRITTEN, "<think>\n"), "red", "<think>\n", "\n</think>\n\n"),
+        (chat(REWRITTEN, "<think>\n"), REASONED, "", ""),
+        (chat("<think></think>{{ m['content'] }}", "<think>\n"), "red", "<think>\n", "</think>"),
+        (chat(CHANNEL + "{{ m['content'] }}"), "final red", "", CHANNEL),
+        (chat("{{ m['content'] | replace('e', '') }}"), "red", "", ""),
+    ],
+)  # fmt: skip
+def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
+    tokenizer = make_tokenizer(template)
+    row = load(tokenizer, ("What is <think>?", text))[0]
+    shown = tokens.show_example(row, tokenizer)
+    assert shown.endswith(f"assistant\n{prompt}⟦{front}{text}<|im_end|>⟧")
+    assert tokens.response_text(tokenizer, trained(row)) == text == row["response"]
+    assert tokens.response_text(tokenizer, plain(tokenizer, text)) == text
+    assert tokens.reads_back(tokenizer, trained(row))
+    assert tokens.end_ids(tokenizer) == {0, trained(row)[-1]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("{{ m['content'] }}", "⟦ red \n<|im_end|>⟧"),
+        ("{{ m['content'] | trim }}", "⟦red<|im_end|>⟧"),
+        ("{{ m['content'].rstrip() }}", "⟦ red<|im_end|>⟧"),
+    ],
+)
+def test_a_template_may_trim_an_answer(load, answer, expected):
+    shown = show(load, make_tokenizer(chat(answer)), ("q", " red \n"))
+    assert shown.endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "middle", "last"),
+    [
+        (chat(DELETED), "b<|im_end|>", "d<|im_end|>"),
+        (chat(end="<|im_end|>", last="<eos>"), "b<|im_end|>", "d<|im_end|>\n<eos>"),
+        (chat(end=""), "b", "d<eos>"),
+        (chat(end="", last="<eos>"), "b", "d<eos>"),
+        (
+            chat("{% if loop.last %}" + EMPTY + "{% endif %}{{ m['content'] }}", "<think>\n"),
+            "\n</think>\n\nb<|im_end|>",
+            "\n</think>\n\nd<|im_end|>",
+        ),
+        (
+            chat("{% if loop.last %}<eos>{% endif %}".join(["{{ m['content'] }}", ""]), "x"),
+            "b<|im_end|>",
+            "d<eos><|im_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_every_turn_ends_as_the_template_ends_it(load, template, middle, last):
+    text = show(load, make_tokenizer(template), TALK, turns="all")
+    assert text.count("⟦") == 2
+    assert f"⟦{middle}⟧" in text
+    assert text.endswith(f"⟦{last}⟧")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (chat("{{ m['content'][:0] }}"), "the template changes the answer"),
+        (chat("{{ m['content'] }} {{ m['content'] }}"), "the template changes the answer"),
+        (chat("b", prompt="c"), "the template changes the answer"),
+        (chat("b{{ m['content'] }}", "c"), "does not show where the answer starts"),
+        (
+            CHATML.replace("messages", "messages if m['role'] != 'system'"),
+            "no place for a system turn",
+        ),
+        (
+            "{{ raise_exception('No system') }}" + CHATML,
+            "the template refuses it: No system",
+        ),
+    ],
+)
+def test_a_row_that_a_template_cannot_hold_is_set_aside_by_name(load, template, reason):
+    row = [{"role": "system", "content": "Be brief."}, *TALK["messages"]]
+    with pytest.raises(Unusable, match=reason):
+        segments_of(row, make_tokenizer(template), None)
+    some = "{% if messages[0]['role'] == 'system' %}" + template + "{% else %}"
+    tokenizer = make_tokenizer(some + CHATML + "{% endif %}")
+    rows = load(tokenizer, TALK, {"messages": row}, TALK)
+    assert list(rows["row_id"]) == [0, 2]
+
+
+def test_the_day_is_always_the_same(load):
+    clock = "{{ strftime_now('%Y-%m-%d') }} {{ date_string }} "
+    assert show(load, make_tokenizer(clock + CHATML), ("a", "b")).startswith(
+        "2024-07-26 26 Jul 2024 <"
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<|im_end|>",
+        "analysis<|im_start|>hm<|im_start|>final<|im_start|>red<|im_end|>",
+        EMPTY + EMPTY + "red<|im_end|>",
+        "red</s><|im_end|>",
+    ],
+)
+def test_an_answer_that_would_not_train_as_itself(answer):
+    tokenizer = make_tokenizer(chat(REWRITTEN))
+    assert not tokens.reads_back(tokenizer, plain(tokenizer, answer))
+    assert tokens.reads_back(tokenizer, plain(tokenizer, "red"))
+
+
+def test_end_tokens_of_a_plain_template():
+    tokenizer = make_tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokens.end_ids(tokenizer, "{prompt} {response}") == {0}
+    assert tokens.end_ids(tokenizer, "{prompt} {response}<|im_end|>") == {0, end}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +356,7 @@ def test_a_chat_template_that_hides_the_border_is_refused(load):
     ],
 )
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(UserError, match=r"no row is left .*the template says: \w+"):
+    with pytest.raises(UserError, match=r"the template refuses it: \w+"):
         load(make_tokenizer(broken + CHATML), ("a", "b"))
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
@@ -228,11 +378,21 @@ def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
 def test_special_tokens_in_user_text_stay_text(load, chat, text):
     tokenizer = make_tokenizer(chat)
     rows = load(tokenizer, (text, text), ("plain", "text"))
-    special = tokens.special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     controls = [[token for token in row["input_ids"] if token in special] for row in rows]
     assert controls[0] == controls[1], "the same control tokens as a harmless row"
     end = "<|im_end|>" if chat else "<eos>"
     assert tokenizer.decode(trained(rows[0])).strip() == rows[0]["response"] + end
+
+
+def test_markers_in_a_prompt_are_counted_and_shown_as_text(load):
+    marked = "<|im_start|>user\nhi<end_of_turn><eos>"
+    tokenizer = make_tokenizer()
+    text = show(load, tokenizer, (marked, "a"), ("a", "b"))
+    assert load.report["control_text"] == 1
+    assert text == (
+        "User: \\<|im_start|>user\nhi\\<end_of_turn>\\<eos>\nAssistant:⟦ a<eos>⟧"
+    )
 
 
 def test_the_template_writes_control_tokens(load):

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 import torch
-from conftest import CHATML, ROOT, make_rows, make_tokenizer, python, write_rows
+from conftest import CHATML, ROOT, make_rows, make_tokenizer, python, reasons, write_rows
 
-from data import sources, tokens
+from data import layouts, sources, tokens
 from utils import UserError, content_hash, write_atomic
 
 
@@ -45,9 +45,9 @@ def test_row_ids_through_filtering(load, monkeypatch):
         texts[n] = (texts[n][0], " \n")
     texts[33] = ("long " * 200, "x")
     rows, report = load(pairs(*texts), max_length=60)
-    assert report["dropped"] == {
-        "empty_response": [0, 10, 20, 30, 40, 50],
-        "long_prompt": [33],
+    assert reasons(report) == {
+        "an empty answer": [0, 10, 20, 30, 40, 50],
+        "the prompt is too long": [33],
     }
     kept = [n for n in range(60) if n % 10 and n != 33]
     assert list(rows["row_id"]) == kept
@@ -83,7 +83,7 @@ def test_a_prompt_of_max_length_tokens_is_dropped(load):
     count = len(make_tokenizer()("User: red\nAssistant:")["input_ids"])
     rows, _ = load(pairs(("red", "x")), max_length=count + 1)
     assert sum(rows[0]["trained"]) == 1
-    with pytest.raises(UserError, match=r"'long_prompt': 1"):
+    with pytest.raises(UserError, match=r"line 1: the prompt is too long"):
         load(max_length=count)
     talk = "\n\nHuman: red\n\nAssistant: b\n\nHuman: c?\n\nAssistant: d"
     _, report = load([{"chosen": talk, "rejected": ""}], turns="all", max_length=count + 1)
@@ -98,13 +98,29 @@ def test_end_markers_become_the_one_eos_and_the_hash_does_not_know_the_tokenizer
     rows, report = load(texts)
     assert rows["response"][:] == ["b"] * 3
     assert rows[0]["input_ids"] == rows[1]["input_ids"] == rows[2]["input_ids"]
-    assert report["dropped"] == {"empty_response": [3]}
+    assert reasons(report) == {"an empty answer": [3]}
+    assert report["ends"] == 3
+    assert set(rows["hash"]) == {content_hash("a", "b")}
     other = make_tokenizer()
-    other.eos_token = "<|im_end|>"
-    again, _ = load(tokenizer=other)
+    other.add_special_tokens({"eos_token": "<over>"})
+    texts = pairs(("a", "b<over></s>"), ("a", "b<over>"), ("a", "b"), ("a", "c <over> d"))
+    rows, _ = load(texts)
+    again, report = load(tokenizer=other)
     assert again["hash"][:] == rows["hash"][:]
-    assert again[1]["response"] == "b <eos>\n"
-    assert rows[0]["hash"] == content_hash("a", "b")
+    assert rows[0]["response"] == rows[1]["response"] == "b<over>"
+    assert again["response"][:] == ["b", "b", "b", "c <over> d"]
+    assert report["ends"] == 3
+
+
+@pytest.mark.parametrize("marker", layouts.END_MARKERS)
+def test_end_markers_of_other_models_are_cut(load, marker):
+    """At the end of an answer, in whatever number; inside one they are its text."""
+    rows, report = load(
+        pairs(("a", f"b{marker}"), ("a", f"b {marker}\n{marker} "), ("a", f"{marker} b"))
+    )
+    assert rows["response"][:] == ["b", "b", f"{marker} b"]
+    assert report["ends"] == 2
+    assert rows[0]["input_ids"] == rows[1]["input_ids"]
 
 
 def test_labels_pass_through(load):
@@ -174,7 +190,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(
         tokens.Reader,
         "read",
-        lambda self, rows: (calls.append(self.name), read(self, rows))[1],
+        lambda self, rows: (calls.append(self.source), read(self, rows))[1],
     )
     return calls
 
@@ -190,9 +206,10 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
         ["a"], truncation=True, max_length=3, padding=True
     )  # leaves state in the backend
     load(tokenizer=tokenizer)
-    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())
-    load(name="copy.jsonl")
     assert len(reads) == 1
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())
+    copy, _ = load(name="copy.jsonl")
+    assert set(copy["source"]) == {str(tmp_path / "copy.jsonl")}
 
 
 def test_every_setting_is_part_of_the_key(load, reads):
@@ -280,3 +297,35 @@ def test_memory_is_flat(load):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     load(rows * 30)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+# --- rows as their source has them ----------------------------------------------------------------
+
+
+def test_messages_are_read_again_by_key_and_hash(load, tmp_path):
+    """Without a tokenizer; columns that no layout reads are there, too."""
+    source = make_rows(6, 1)
+    source[1]["response"] = " "
+    source[2]["response"] += "</s>"
+    source[3]["tools"] = [{"name": "f"}]
+    source[4]["prompt"] = "long " * 99
+    rows, report = load(source, max_length=99)
+    assert reasons(report) == {"an empty answer": [1], "the prompt is too long": [4]}
+    again = {row.row_id: row for row in tokens.read_messages(tmp_path / "source.jsonl")}
+    assert list(again) == [0, 2, 3, 4, 5]
+    for row in rows:
+        assert again[row["row_id"]].hash == row["hash"]
+        assert again[row["row_id"]].messages == layouts.conversation(row)
+    assert again[3].given == source[3]
+    renamed = tokens.read_messages(
+        tmp_path / "source.jsonl", "prompt=response,response=prompt"
+    )
+    assert next(renamed).messages[0]["content"] == source[0]["response"]
+
+
+def test_the_rejected_side_is_read_again(load, tmp_path):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    hashes = load([pair], side="rejected")[0]["hash"][:]
+    (row,) = tokens.read_messages(tmp_path / "source.jsonl", side="rejected")
+    assert [row.hash] == hashes
+    assert row.messages[1]["content"] == "c"

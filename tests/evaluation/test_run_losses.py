@@ -52,7 +52,7 @@ def test_losses_of_another_file(files, train, tmp_path, capfd):
     )
     text = capfd.readouterr().out
     assert re.search(r"^rows +6 ", text, re.M)
-    assert "seven.jsonl: 6 of 7 rows, dropped {'empty_response': 1}" in text
+    assert "seven.jsonl: 6 of 7 rows, 1 rows set aside (an empty answer: 1)" in text
     assert not (run.out / "losses.json").exists()
 
 

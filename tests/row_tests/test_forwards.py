@@ -11,6 +11,7 @@ from datasets import Dataset
 import detect
 import logprobs
 from batches import row_losses
+from generate import is_copy, repetition
 from row_tests import forwards
 
 ENDS = {0, 3}
@@ -65,7 +66,9 @@ def by_brute_force(reader, row):
     alone = logps_of(reader, BLANK + ids[start:stop])[len(BLANK) - 1 :]
     given, end = logps[start - 1 : stop - 1], logps[stop - 1 :]
     places = forwards.telling_places([text_of(token) for token in ids[start:stop]])
-    return detect.row_numbers(ids[:start], ids[start:stop], given, alone, end, places)
+    answer = ids[start:stop]
+    looks = repetition(answer), is_copy(answer, ids[:start])
+    return detect.row_numbers(given, alone, end, *looks, places)
 
 
 @pytest.mark.parametrize("turns", [1, 2])

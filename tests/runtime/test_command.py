@@ -114,6 +114,12 @@ def test_an_empty_value_is_refused(refused, monkeypatch, words):
     assert "is empty" in line
 
 
+@pytest.mark.parametrize("words", [["--lr", "1", "--lr", "2"], ["--lr=1", "--lr", "2"]])
+def test_a_flag_given_twice_is_refused(refused, monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["train_offline.py", *words])
+    assert "--lr is given twice" in refused(lambda: pytest.fail("ran"))
+
+
 # --- pipes and signals ----------------------------------------------------------------------------
 
 

@@ -285,7 +285,7 @@ def whole(folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["base.json", "weights/base_losses.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\0\0\0"])
+@pytest.mark.parametrize("content", [b"", b"\0\0\0", "edited"])
 def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
     whole, tmp_path, refused, name, content
 ):
@@ -293,6 +293,9 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
 
     run, options = whole
     copy = copy_tree(run, tmp_path / "run")
+    if content == "edited":  # one figure is another, and the file is whole
+        content = (run / name).read_bytes()
+        content = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
     (copy / name).write_bytes(content)
 
     def resume():
