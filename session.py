@@ -361,7 +361,7 @@ def check_finite(step, norm, losses, lower, places):
 
 
 def loss_metrics(rho, losses, weighted):
-    """What the log says of a step: `StepLosses`, and the lower ones (B_low,) times their weights."""
+    """What the log says of a step, from its `StepLosses` and W L of its lower rows (B_low,)."""
     upper_loss = losses.upper.mean().item() if len(losses.upper) else None
     lower_loss = weighted.mean().item()
     return {
