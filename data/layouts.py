@@ -158,9 +158,19 @@ def find_layout(row, usual):
         if all(column in row for column in LAYOUTS[layout]):
             return layout
     if usual is None:
-        raise Unusable("no known layout")
+        raise Unusable("unknown layout")
     missing = next(column for column in LAYOUTS[usual] if column not in row)
     raise Unusable(f'no column "{missing}"')
+
+
+def known_layouts(notes):
+    """What to do when no row of a source can be used, in words."""
+    columns = ", ".join(f"{name!a:.40}" for name in sorted(notes.columns)[:9])
+    return (
+        f"the columns are {columns}. Known: {'; '.join(LAYOUTS)}. Name every column that is needed "
+        "with --lower-columns or --upper-columns, for example --lower-columns "
+        "prompt=question,response=answer"
+    )
 
 
 def unread_columns(notes, columns):

@@ -215,15 +215,21 @@ def read_messages(source, columns=None, side="chosen"):
 
     No tokenizer is needed: `row_id` and `hash` are those that `load_rows` gives, and rows that it
     sets aside for their length or by their template are here, too. columns, side: as it takes them.
+    Raises `UserError` behind the last row when none could be used.
     """
     columns = layouts.parse_columns(columns)
     notes = layouts.Notes()
+    reason = "it holds none"
     for row_id, (_, given) in enumerate(_each_row(find_parts(source), source)):
         try:
             _, messages = layouts.read_row(given, columns, side, notes)
-        except layouts.Unusable:
+        except layouts.Unusable as error:
+            reason = error
             continue
         yield SourceRow(row_id, layouts.row_hash(messages), messages, given)
+    if not notes.layouts:
+        hint = layouts.known_layouts(notes)
+        raise UserError(f"{source}: no row can be used ({reason}); {hint}")
 
 
 def _tokenizer_state(tokenizer):
@@ -297,12 +303,7 @@ class Reader:
         line = f"{self.source}: {len(rows)} of {count} rows cannot be used ({examples})"
         if self.notes.layouts:
             return line
-        columns = ", ".join(f"{name!a:.40}" for name in sorted(self.notes.columns)[:9])
-        return (
-            f"{line}; the columns are {columns}. Known: {'; '.join(layouts.LAYOUTS)}. Name every "
-            "column that is needed with --lower-columns or --upper-columns, for example "
-            "--lower-columns prompt=question,response=answer"
-        )
+        return f"{line}; {layouts.known_layouts(self.notes)}"
 
     def sample(self, rows):
         """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.

@@ -242,7 +242,7 @@ def test_rows_that_cannot_be_used_are_set_aside_by_name(load, turns):
     """A file of every kind of bad row: the rest is read, and the first row decides nothing."""
     good = '{"messages": [ASK, ANSWER]}'
     source = ['{"text": "x", "label": 1}', good]
-    wanted = {"no known layout": [0]}
+    wanted = {"unknown layout": [0]}
     for row, reason in BAD_ROWS.items():
         wanted.setdefault(reason, []).append(len(source))
         source += [row, good]

@@ -104,7 +104,7 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
         (
             "x.json",
             '{"a": [{"b": 1}], "c": [{"d": 1}]}',
-            r"x.json: .*no known layout\); the columns are 'a', 'c'",
+            r"x.json: .*unknown layout\); the columns are 'a', 'c'",
         ),
         ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),

@@ -321,3 +321,13 @@ def test_the_rejected_side_is_read_again(load, tmp_path):
     (row,) = tokens.read_messages(tmp_path / "source.jsonl", side="rejected")
     assert [row.hash] == hashes
     assert row.messages[1]["content"] == "c"
+
+
+def test_a_file_of_an_unknown_layout_is_not_read_as_an_empty_one(tmp_path):
+    path = write_rows(tmp_path / "source.jsonl", [{"q": "a", "a": "b"}])
+    with pytest.raises(
+        UserError, match=r"source.jsonl: no row can be used \(unknown layout\); "
+    ):
+        list(tokens.read_messages(path))
+    (row,) = tokens.read_messages(path, "prompt=q,response=a")
+    assert row.messages[1]["content"] == "b"
