@@ -43,7 +43,6 @@ PRESETS = {
         "max_length": 128,
     },
 }
-SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")
 OF_BDS = (
     "rho_start",
     "rho_step",
@@ -52,6 +51,13 @@ OF_BDS = (
     "omega_loss",
     "correction",
 )
+
+
+class Sources(argparse.Action):
+    """One source is a string, several are a list."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -179,7 +185,7 @@ def add_data_arguments(group):
         "lower-heldout": "clean rows of the lower level's kind, never trained on",
     }
     for name, text in helps.items():
-        add(f"--{name}", nargs="+", help=text)
+        add(f"--{name}", nargs="+", action=Sources, help=text)
     for level in ("lower", "upper"):
         add(
             f"--{level}-columns",
@@ -224,10 +230,6 @@ def parse(parser, argv, presets=PRESETS):
     if toy or first.preset:
         parser.set_defaults(**presets["toy" if toy else first.preset])
     args = parser.parse_args(argv)
-    for name in SOURCES:
-        value = getattr(args, name)
-        if isinstance(value, list) and len(value) == 1:
-            setattr(args, name, value[0])
     check_values(args)
     # Parsed onto None for every flag: what is not None then was given.
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))

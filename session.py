@@ -496,7 +496,19 @@ def save_ranking(run, judged, keep_fraction):
         )
     if processes.rank() == 0:
         write_shown(run.out, lower, ranks)
+    print_sources(lower["source"][:], kept, judged.columns["weight"])
     return {"rank": ranks, "kept": kept, **judged.columns}
+
+
+def print_sources(sources, kept, weights):
+    """Rows, kept share and mean weight of each source, where there are several."""
+    lines = []
+    for source in dict.fromkeys(sources):
+        rows = torch.tensor([name == source for name in sources])
+        share = kept[rows].double().mean().item()
+        lines.append([source, int(rows.sum()), share, weights[rows].mean().item()])
+    if len(lines) > 1:
+        print(table(["source", "rows", "kept", "mean weight"], lines))
 
 
 def write_shown(out, lower, ranks):
