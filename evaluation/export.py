@@ -109,7 +109,8 @@ def source_rows(lines, columns, files):
         if places:
             raise UserError(
                 f"{file} row {min(places)}: is not there, or holds nothing to train on "
-                f"({len(places)} such rows of the ranking); --lower names a file that was moved"
+                f"({len(places)} such rows of the ranking); --lower names a file that was moved, "
+                "--lower-columns its columns"
             )
 
 
