@@ -31,7 +31,6 @@ from evaluation.runs import (
     check_output,
     each_curated,
     is_rewritten,
-    key_of,
     names_of,
     read_ranking,
 )
@@ -153,11 +152,18 @@ def new_answers(run):
 def join_row_tests(run, file):
     """Add `reason` and `surprise` of a row tests' ranking to the rows of a run.
 
-    `UserError` unless the ranking has every row of the run, by row_id and hash.
+    `UserError` unless the ranking has every row of the run, by row_id and hash. The name of a
+    source counts where there are several.
     """
-    tests = {key_of(row): row for row in read_ranking(file)}
-    for row in run.rows or ():
-        tested = tests.get(key_of(row), {})
+    ranking = read_ranking(file)
+    several = len({row.get("source") for row in ranking}) > 1
+
+    def key(row):
+        return several and row.get("source"), row["row_id"]
+
+    tests = {key(row): row for row in ranking}
+    for row in run.rows:
+        tested = tests.get(key(row), {})
         if tested.get("hash") != row["hash"]:
             raise UserError(
                 f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "

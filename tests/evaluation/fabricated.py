@@ -72,6 +72,7 @@ def finish(folder, omega, args, loss):
     for rank, row in enumerate(omega.argsort(descending=True).tolist(), 1):
         entries.append(
             {
+                "source": "lower.jsonl",
                 "row_id": row,
                 "hash": f"{row:016x}",
                 "rank": rank,
