@@ -176,9 +176,9 @@ class Steps:
             RHO,
             clip=CLIP,
             micro_batch=self.micro_batch,
-            kind="sequence",
+            ratio="sequence",
         )
-        (after,) = train_online.row_losses(self.model, answers)
+        after = train_online.answer_losses(self.model, answers)
         self.selector.step(torch.tensor(places), after, GAMMA)
         loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.weighted).mean()
         return loss.item()

@@ -113,6 +113,7 @@ def test_the_toy_is_ranked_where_nothing_is_named(rank):
         "kept",
         "score",
         "bad",
+        "source",
         "kind",
     } == made.rows[0].keys()
     assert "ranking by" in made.text
