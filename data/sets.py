@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pyarrow.compute
 import torch
 
-from data.tokens import TOKEN_COLUMNS, load_rows
+from data.tokens import LABELS, TOKEN_COLUMNS, load_rows
 from runtime.processes import first_goes_first
 from utils import UserError, content_hash, write_jsonl
 
@@ -317,18 +317,16 @@ def check_vocabulary(levels, config):
 
 
 def rows_hash(rows):
-    """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
+    """16 hex digits over keys, labels and tokens: a file written again unchanged is the same data."""
     digest = hashlib.sha256()
-    names = ("source", "row_id", "hash", *TOKEN_COLUMNS)
+    names = ("source", "row_id", "hash", *LABELS, *TOKEN_COLUMNS)
     names = [name for name in names if name in rows.column_names]
     for table in _tables(rows, names):
         for name in names:
             values = table[name].combine_chunks()
             if name in TOKEN_COLUMNS:
                 digest.update(pyarrow.compute.list_value_length(values).to_numpy())
-                values = values.flatten()
-            if name in ("source", "hash"):
-                digest.update("\n".join(values.to_pylist()).encode())
+                digest.update(values.flatten().to_numpy())
             else:
-                digest.update(values.to_numpy())
+                digest.update("\n".join(map(str, values.to_pylist())).encode())
     return digest.hexdigest()[:16]

@@ -304,11 +304,12 @@ def test_check_vocabulary(load):
 
 
 def test_the_hash_of_rows_is_that_of_their_content(load):
-    """A label changes nothing; an answer, the order and a row less do."""
+    """A label, an answer, the order and a row less change it."""
     source = make_rows(6, 1)
     rows, _ = load(source)
     expected = sets.rows_hash(rows)
-    assert sets.rows_hash(load([row | {"bad": True} for row in source])[0]) == expected
+    assert sets.rows_hash(load([row | {"bad": True} for row in source])[0]) != expected
+    assert sets.rows_hash(load(source)[0]) == expected
     renamed = rows.map(lambda row: {"source": "other.jsonl"})
     assert sets.rows_hash(renamed) != expected
     assert sets.rows_hash(rows.select([5, 4, 3, 2, 1, 0])) != expected
