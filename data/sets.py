@@ -317,7 +317,7 @@ def check_vocabulary(levels, config):
 
 
 def rows_hash(rows):
-    """16 hex digits over keys, labels and tokens: a file written again unchanged is the same data."""
+    """16 hex digits over keys, labels and tokens: an unchanged file is the same data."""
     digest = hashlib.sha256()
     names = ("source", "row_id", "hash", *LABELS, *TOKEN_COLUMNS)
     names = [name for name in names if name in rows.column_names]

@@ -93,7 +93,7 @@ class Cache:
         for line in lines:
             try:
                 entry = json.loads(line)
-                self.known[entry["key"]] = entry["preference"]
+                self.known[entry["key"]] = float(entry["preference"])
             except (ValueError, KeyError, TypeError):
                 continue
 
