@@ -294,7 +294,7 @@ def enter_run(args, rows, learner, selector):
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
     if processes.rank() == 0:
-        sets.write_set_aside(out, rows.reports)
+        sets.write_set_aside(out / "set_aside.jsonl", rows.reports)
     saved = folder.load_checkpoint(out, model)
     if saved is not None:
         selector.load_state_dict(saved["selector"])
@@ -560,15 +560,16 @@ def adapter_card(args, result):
         "",
         f"# LoRA adapter, trained with --method {args.method}",
         "",
-        f"- Base model: {args.model}",
-        f"- Noisy rows: {args.lower}",
-        f"- Trusted rows: {args.upper}",
-        f"- Command: `{command_of(args)}`",
+        "The base model, the data and all settings stand in the command:",
+        "",
+        f"    {command_of(args)}",
         "",
         "| figure | value |",
         "|---|---|",
     ]
-    lines += [f"| {name} | {value} |" for name, value in headline(result).items()]
+    for name, value in headline(result).items():
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        lines.append(f"| {name} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,6 @@ Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out on
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.compute
@@ -277,8 +276,8 @@ def left_out(report):
     return "".join(f", {fact}" for fact in facts)
 
 
-def write_set_aside(out, reports):
-    """Write the rows that reports {level: report} set aside to `out`/set_aside.jsonl, if any.
+def write_set_aside(path, reports):
+    """Write the rows that reports {level: report} set aside to a jsonl file, if there are any.
 
     A line holds level, source, row_id, place (such as "line 12") and reason.
     """
@@ -286,7 +285,7 @@ def write_set_aside(out, reports):
     for level, report in reports.items():
         rows += [{"level": level} | row for row in report["set_aside"]]
     if rows:
-        write_jsonl(Path(out) / "set_aside.jsonl", rows)
+        write_jsonl(path, rows)
 
 
 def row_lengths(rows):

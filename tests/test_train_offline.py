@@ -403,7 +403,7 @@ def test_run_folder_and_metrics(train, files):
     assert shown.items() <= run.result.items()
     assert len(shown) <= 25
     card = (run.out / "adapter/README.md").read_text()
-    assert f"| upper_heldout | {run.result['upper_heldout']} |" in card
+    assert f"| upper_heldout | {run.result['upper_heldout']:.4f} |" in card
     assert "More Information Needed" not in card
     assert [step["step"] for step in run.metrics] == list(range(6))
     for step in run.metrics:

@@ -122,7 +122,7 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     assert not sets.prompt_overlap(loaded.lower, loaded.lower_heldout)
     report = loaded.reports["lower"]
     assert (report["rows_kept"], report["layout"]) == (8, "prompt/response, alpaca")
-    sets.write_set_aside(tmp_path, loaded.reports)
+    sets.write_set_aside(tmp_path / "set_aside.jsonl", loaded.reports)
     written = read_rows(tmp_path / "set_aside.jsonl")
     assert [row.pop("level") for row in written] == ["lower"] * 3
     assert written == report["set_aside"]
@@ -276,7 +276,7 @@ def test_what_is_left_out_is_said():
 
 
 def test_nothing_set_aside_leaves_no_file(tmp_path):
-    sets.write_set_aside(tmp_path, {"lower": {"set_aside": []}})
+    sets.write_set_aside(tmp_path / "set_aside.jsonl", {"lower": {"set_aside": []}})
     assert not list(tmp_path.iterdir())
 
 
