@@ -8,12 +8,12 @@ import functools
 import math
 
 from data.tokens import TOKEN_COLUMNS
+from runtime.log import Progress
 from runtime.processes import all_sum, in_step, rank, world_size
 from utils import content_hash
 
 # ruff: isort: split
 import torch
-from tqdm import tqdm
 
 from logprobs import pack, sequence_logprobs
 from models import is_sharded
@@ -164,10 +164,7 @@ def token_groups(rows, indices, label=None):
     """Lists of the rows at `indices`, in order, of at most TOKENS_AT_ONCE tokens or one row."""
     group = []
     tokens = 0
-    # Inside another bar, and only for people: in a log file the outer bar is enough.
-    hidden = True if label is None else None
-    bar = tqdm(indices, desc=label, disable=hidden, unit="row", delay=2, leave=False)
-    for index in bar:
+    for index in Progress(indices, label, unit="row", delay=2, leave=False):
         row = rows[index]
         if group and tokens + len(row["input_ids"]) > TOKENS_AT_ONCE:
             yield group

@@ -61,7 +61,12 @@ rows a frequent fault hides itself.
 What the file suffers from weighs the detectors: a mixture of good rows and of each fault is fitted
 to the surprises (`fit_causes`). The score of a row is its log odds of having a fault. The detector
 with the largest weighted surprise is the reason; `unclear` where the runner-up is about as strong.
-A row is flagged by Benjamini and Hochberg's rule if it is as bad as 15 % of the made faults.
+Nothing is likely behind garbled text: a surprising loss is the reason rather than the end.
+
+A row is flagged if it is as bad as 15 % of the made faults and its p-value is small enough: by the
+rule of Benjamini and Hochberg for one good row in ten flagged ones; or for three in ten, but never
+more than 2.5 % of the good rows; or beyond 1 % of them in any file, because that rule rejects all
+or none of many rows that are about as bad.
 
 Sources. M/T is pointwise mutual information as in domain-conditional PMI (Holtzman et al. 2021,
 arXiv 2104.08315); its ratio form is IFD (Li et al. 2024, 2308.12032). Slip: "Token Cleaning" (Pang
@@ -87,9 +92,7 @@ TAIL = 0.1  # share of the null beyond which its tail is taken as exponential
 LEAST = 20  # rows of a null with a tail; fewer trusted rows are no null
 BAND = 80  # null rows in a band of answer length, at least
 MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason unclear
-GARBLED = -math.log(
-    0.01
-)  # nats; a loss as surprising explains the end and the relevance too
+GARBLED = -math.log(0.01)  # nats; what is as surprising is no part of a null
 SPAN = 2  # tokens of a slip and of a peak
 GROWTH = {"slip": 1.0, "peak": 2.0}  # nats by which it grows with ln T
 RANKING = {
@@ -98,6 +101,9 @@ RANKING = {
 }  # good rows have it: it flags none, counts up to so many nats
 PLAUSIBLE = 0.15  # a flagged row is at least as bad as this share of the made faults
 FDR = 0.1  # nominal share of good rows among the flagged: the nulls are estimates
+LOOSE = 0.3  # the same, where few good rows are flagged
+ALWAYS = 0.01  # a p-value that is flagged in any file
+SELDOM = 0.025  # the largest p-value that LOOSE flags
 RARE = 0.02  # the least share of the file that has each fault
 FAULTY = 3.0  # mean surprise of faulty rows before any is known
 FEW = 5  # as many rows weigh as much as FAULTY
@@ -158,11 +164,12 @@ def scaled(name, numbers):
     0.9 nats (135M). A peak has more places.
     """
     length = numbers["length"].clamp_min(1)
+    values = numbers[name]
     if name == "relevance":
-        return numbers[name] / length.sqrt()
+        return values / length.sqrt()
     if name in GROWTH:
-        return numbers[name] - GROWTH[name] * length.log()
-    return numbers[name]
+        return values - GROWTH[name] * length.log()
+    return values
 
 
 # --- nulls ----------------------------------------------------------------------------------------
@@ -240,14 +247,14 @@ def bands(lengths, null_lengths):
 
     At most four; they hold about equally many of the null rows (n,), each at least BAND / 2 unless
     there is one alone. Where many rows have one length, that band is larger and there are fewer.
+    The last band has at least BAND: no edge lies above its quantile.
     """
-    count = min(4, max(1, len(null_lengths) // BAND))
+    count = min(4, len(null_lengths) // BAND)
     edges, start = [], 0
     for number in range(1, count):
         edge = quantile(null_lengths, number / count)
         below = int((null_lengths < edge).sum())
-        above = len(null_lengths) - below
-        if below - start >= BAND / 2 and above >= BAND / 2:
+        if below - start >= BAND / 2:
             edges.append(edge)
             start = below
     edges = torch.tensor(edges, dtype=torch.float64)
@@ -265,11 +272,12 @@ def banded_surprise(values, lengths, null, null_lengths, good_side_of=None):
     for number in band.unique():
         sample = null[null_band == number]
         sample = sample[~sample.isnan()]
-        if len(sample) and good_side_of:
+        if not len(sample):
+            continue
+        if good_side_of:
             sample = good_side(sample, good_side_of)
-        if len(sample):
-            inside = band == number
-            surprising[inside] = surprise(values[inside], sample)
+        inside = band == number
+        surprising[inside] = surprise(values[inside], sample)
     return surprising
 
 
@@ -291,11 +299,9 @@ def without_faults(values, faults):
         return values
     faults = faults.sort().values
     points = quantile(faults, torch.arange(2, 15).double() / 20)
-    explained = share_above(values, points)
-    explained = explained / share_above(faults, points)
+    explained = share_above(values, points) / share_above(faults, points)
     share = min(0.95, float(explained.min()))
-    rest = share_above(values, values)
-    rest = rest - share * share_above(faults, values)
+    rest = share_above(values, values) - share * share_above(faults, values)
     rest = (rest / (1 - share)).clamp(0, 1)
     rest = rest.flip(0).cummax(0).values.flip(0)
     count = max(50, round(len(values) * (1 - share)))
@@ -316,9 +322,8 @@ def surprises(numbers, trusted=None, faults=None):
     for name in SCALES:
         if name in surprising:
             surprising[name] = fixed_surprise(numbers[name], *SCALES[name])
-            usual &= (
-                surprising[name] < GARBLED
-            )  # what a text shows to be bad is no part of a null
+            # What a text shows to be bad is no part of a null.
+            usual &= surprising[name] < GARBLED
     if not usual.any():
         usual = ~usual
     for name in surprising:
@@ -381,13 +386,14 @@ def log_odds(surprising, share, mean):
     return prior + surprising * (1 - 1 / mean)
 
 
-def judge(surprising, numbers, faults=None, fdr=FDR):
+def judge(surprising, numbers, faults=None):
     """(score (N,), flagged (N,) bool, reason: N names) of {detector: (N,) surprise}.
 
     score: the log odds, nats, that a row has one of the faults, as `fit_causes` finds them in this
-    file. Of the rows that are as bad as PLAUSIBLE of the made faults those are flagged that
-    Benjamini and Hochberg reject at `fdr`, by the largest surprise + ln w, without RANKING: a
-    p-value by weighted Bonferroni. reason: of `choose_reason`, None for a row that is not flagged.
+    file. Of the rows that are as bad as PLAUSIBLE of the made faults those are flagged whose
+    p-value is at most ALWAYS, or `largest_rejected` at FDR, or at LOOSE and SELDOM. It is that of
+    the largest surprise + ln w, without RANKING: weighted Bonferroni. reason: of `choose_reason`,
+    None for a row that is not flagged.
     """
     names = list(surprising)
     table = torch.stack(list(surprising.values()), dim=1)
@@ -401,28 +407,31 @@ def judge(surprising, numbers, faults=None, fdr=FDR):
             as_bad = scaled(name, numbers) >= quantile(values, PLAUSIBLE)
             table[~as_bad, names.index(name)] = -math.inf
     chance = (-table.amax(dim=1)).exp()
-    flagged = rejected(chance, fdr)
+    loosely = min(SELDOM, largest_rejected(chance, LOOSE))
+    flagged = chance <= max(ALWAYS, loosely, largest_rejected(chance, FDR))
+    garbled = surprising.get("fluency", 0 * score) > GARBLED - MARGIN
     reasons = [None] * len(score)
     for row in flagged.nonzero().flatten().tolist():
         by_name = zip(names, table[row].tolist(), strict=True)
-        reasons[row] = choose_reason(dict(by_name))
+        reasons[row] = choose_reason(dict(by_name), garbled[row])
     return score, flagged, reasons
 
 
-def rejected(p, level):
-    """(N,) bool: the p-values (N,) that Benjamini and Hochberg reject at a level."""
+def largest_rejected(p, fdr):
+    """The largest of the p-values (N,) that Benjamini and Hochberg reject at `fdr`, or 0."""
     ordered = p.sort().values
     count = torch.arange(1, len(p) + 1).double()
-    passing = ordered[ordered <= level * count / max(1, len(p))]
-    if not len(passing):
-        return torch.zeros_like(p, dtype=torch.bool)
-    return p <= passing[-1]
+    passing = ordered[ordered <= fdr * count / len(p)]
+    return max(passing.tolist(), default=0.0)
 
 
-def choose_reason(row):
-    """The detector that wins among {name: surprise} of a row; "unclear" with one within MARGIN."""
+def choose_reason(row, is_garbled):
+    """The detector that wins among {name: weighted surprise} of a row.
+
+    "unclear" with a runner-up within MARGIN; of garbled text neither the end nor the relevance.
+    """
     first, *rest = sorted(row, key=lambda name: -row[name])
-    if first in ("end", "relevance") and row.get("fluency", 0.0) > GARBLED:
+    if is_garbled and first in ("end", "relevance", "fluency"):
         return "fluency"
     if rest and row[first] - row[rest[0]] < MARGIN:
         return "unclear"

@@ -18,11 +18,11 @@ import warnings
 
 import torch
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from batches import seeded
 from models import bare
+from runtime.log import Progress
 from utils import UserError
 
 WIDTH_STEP = 128  # prompts are padded to multiples of it under a cache of fixed size
@@ -85,15 +85,7 @@ def generate(
         eos_token_id=sorted(end_ids),
         pad_token_id=min(end_ids),
     )
-    hidden = True if label is None else None
-    bar = tqdm(
-        total=len(prompts),
-        desc=label,
-        disable=hidden,
-        unit="answer",
-        delay=2,
-        leave=False,
-    )
+    bar = Progress(None, label, total=len(prompts), unit="answer", delay=2, leave=False)
     with bar, _own_generation_config(model, config), folded(model):
         while start < len(order):
             width = len(prompts[order[start]])

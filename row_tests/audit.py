@@ -4,9 +4,9 @@
 
 The flags that say how rows are read are those with which the file was ranked. 30 flagged and 30
 other rows are drawn by a seed. The share of the flagged ones that the person calls bad is the
-precision; the share of the rest is what was missed. Both with exact intervals (Clopper and Pearson
-1934), by bisection of the binomial tail: no other package is needed. The verdicts stand in --out,
-y (bad), n or s (skipped) a row; those that it has are not asked for again.
+precision; the share of the rest is what was missed. Both have intervals (Wilson, JASA 22, 1927).
+The verdicts stand in --out, y (bad), n or s (skipped) a row; those that it has are not asked for
+again.
 """
 
 import argparse
@@ -41,41 +41,6 @@ def parse_args(argv):
     return args
 
 
-# --- intervals ------------------------------------------------------------------------------------
-
-
-def upper_bound(count, total, level=0.95):
-    """The upper end of the one-sided interval of a share (Clopper and Pearson), by bisection.
-
-    The p at which `count` or fewer of `total` have probability 1 - level.
-    """
-    if count >= total:
-        return 1.0
-    low, high = count / total, 1.0
-    for _ in range(60):
-        p = (low + high) / 2
-        if binomial_tail(count, total, p) > 1 - level:
-            low = p
-        else:
-            high = p
-    return high
-
-
-def binomial_tail(count, total, p):
-    """The probability of `count` or fewer of `total`; in logarithms, the factors overflow."""
-    tail = 0.0
-    for k in range(count + 1):
-        orders = math.log(math.comb(total, k))
-        tail += math.exp(orders + k * math.log(p) + (total - k) * math.log1p(-p))
-    return tail
-
-
-def clopper_pearson(count, total):
-    """The exact 95 % interval of a share: `count` of `total` were seen; (0, 1) without any."""
-    low = 1 - upper_bound(total - count, total, 0.975)
-    return low, upper_bound(count, total, 0.975)
-
-
 # --- the rows -------------------------------------------------------------------------------------
 
 
@@ -102,17 +67,21 @@ def draw_rows(path, count, seed):
 
 
 def texts_of(drawn, lower, path):
-    """{row_id: (prompt, response)} of these rows of the ranking `path`, from the lower rows."""
-    places = {row_id: place for place, row_id in enumerate(lower["row_id"][:])}
+    """{(row_id, hash): (prompt, response)} of these rows of the ranking `path`.
+
+    Rows of two sources that have the same key have the same text.
+    """
+    keys = zip(lower["row_id"][:], lower["hash"][:], strict=True)
+    places = {key: place for place, key in enumerate(keys)}
     texts = {}
     for row in drawn:
-        place = places.get(row["row_id"])
-        if place is None or lower[place]["hash"] != row["hash"]:
+        key = row["row_id"], row["hash"]
+        if key not in places:
             raise UserError(
                 f"{path}: row_id {row['row_id']} is not among the lower rows with this "
                 "text; give the rows and flags with which the file was ranked"
             )
-        texts[row["row_id"]] = lower[place]["prompt"], lower[place]["response"]
+        texts[key] = lower[places[key]]["prompt"], lower[places[key]]["response"]
     return texts
 
 
@@ -135,7 +104,7 @@ def ask(drawn, texts, lines, out):
         key = row["row_id"], row["hash"]
         if key in lines:
             continue
-        prompt, response = texts[row["row_id"]]
+        prompt, response = texts[key]
         print(f"\n--- {number} of {len(drawn)} ---")
         print(f"QUESTION: {printable(prompt)}\nANSWER: {printable(response)}")
         verdict = None
@@ -151,12 +120,20 @@ def ask(drawn, texts, lines, out):
         write_jsonl(out, lines.values())
 
 
+def wilson(count, total):
+    """Wilson's 95 % interval of a share: `count` of `total` were seen; (0, 1) without any."""
+    z = 1.96
+    spread = z * math.sqrt(count * (total - count) / max(1, total) + z**2 / 4)
+    middle = count + z**2 / 2
+    return (middle - spread) / (total + z**2), (middle + spread) / (total + z**2)
+
+
 def share_of_bad(rows, lines):
     """{"bad", "judged", "low", "high"} of drawn rows, by the verdicts on them."""
     verdicts = [lines[row["row_id"], row["hash"]]["verdict"] for row in rows]
     bad = verdicts.count("y")
     judged = bad + verdicts.count("n")
-    low, high = clopper_pearson(bad, judged)
+    low, high = wilson(bad, judged)
     return {"bad": bad, "judged": judged, "low": low, "high": high}
 
 

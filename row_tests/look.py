@@ -23,12 +23,13 @@ REASONS = {
     "turn": "going on with another turn",
     "placeholder": "left without an answer",
     "debris": "with markup or broken encoding",
+    "stock": "with one answer to many questions",
+    "language": "in another language",
     "unclear": "for no clear reason",
 }
 CODE = re.compile(
-    r"```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
-    r"[;{][^\S\n]*$|</\w+>",
-    re.MULTILINE,
+    r"(?m)```|^[^\S\n]*(def|class|import|#include|public|SELECT|function) |"
+    r"[;{][^\S\n]*$|</\w+>"
 )
 
 
@@ -84,6 +85,6 @@ def print_look(verdicts, rows):
 def print_example(reason, row):
     """A row that looks bad; of its answer the end, where it may be cut short."""
     answer = one_line(row["response"][-SHOWN:], SHOWN)
-    print(f"  {REASONS[reason]}: row_id {row['row_id']}")
+    print(f"  {REASONS[reason]}: {row['source']}, row_id {row['row_id']}")
     print(f"    question: {one_line(row['prompt'], SHOWN)}")
     print(f"    answer: {answer}")

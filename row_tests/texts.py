@@ -5,10 +5,15 @@
     turn          the answer goes on with another question
     duplicate     the row repeats an earlier one, nearly (Minhash: Broder 1997)
     conflict      one question has two short answers that differ
+    stock         one answer, word by word, to many questions that have little in common
+    language      the answer's language is not the question's, and the question names none
 
 Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
 where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
-garbled text, of languages other than English, and of answers that are wrong they know nothing.
+garbled text and of answers that are wrong they know nothing, and their phrases are English. A
+language is known by its letters or its commonest words (`SPEECH`): Danish or Turkish are not, nor
+are two languages of one script apart, and a question of a word or two has none. Where one refusal
+of many questions is wanted, it is a stock answer nevertheless.
 
 Strings in, a list out; this file imports nothing of the project and can be copied. A row is its
 question and its answer, without template or end tokens; what a conversation said before belongs to
@@ -53,24 +58,22 @@ MARK = re.compile(
 )
 # A question with many right answers: "name a fruit".
 OPEN = re.compile(
-    r"\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
+    r"(?i)\W{0,20}(\w+: )?((please|(can|could|would) you) )?((write|generate|give|name|"
     r"create|suggest|list|tell|compose|think of|provide|invent|pick|choose|make|"
     r"craft|recommend|come up with|construct)( me| us)? (an?|some|any|one|two|three|"
     r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
     r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
     r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
-    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )",
-    re.I,
+    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )"
 )
 # Words of such a question, anywhere in it.
 OPENLY = re.compile(
-    r"\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
-    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b",
-    re.I,
+    r"(?i)\b(random|synonyms?|antonyms?|rhymes?|in an? (\w+ )?sentence|"
+    r"your (name|favou?rite)|best|flip|toss|roll|should (i|we))\b"
 )
 # Questions that ask for several turns, or for how turns are written.
 ASKED = re.compile(
-    r"dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
+    r"(?i)dialog|conversation(?! between a (curious )?(user|human))|interview|\bfaq|"
     r"\bq ?& ?a\b|questions? (and|&) answer|transcript|screenplay|quiz|flashcard|"
     r"\bchat(?!bot| (assistant|model)| between a (curious )?(user|human))|trivia|"
     r"(virtual|voice) assist|exercise|function|program|algorithm|python|c\+\+|c#|"
@@ -78,52 +81,45 @@ ASKED = re.compile(
     r"\b(code|java(script)?|sql|arrays?|strings?|regex|script|scenes?|plays?|"
     r"stor(y|ies)|lessons?|worksheets?|tests?|jokes?|riddles?|puns?|examples?)\b|"
     r"\b(write|create|generate|make|give|compose|turn|provide|formulate|come up|"
-    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b",
-    re.I,
+    r"suggest|think of)\b[^\n?]{0,80}\b(questions?|problems?|puzzles?)\b"
 )
 WRITTEN = re.compile(
-    r"format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
-    r"\b(issue|document) (form|th[ei])",
-    re.I,
+    r"(?i)format|template|prompt|token|few.?shot|chat ?ml|endpoint|\bapi\b|readme|"
+    r"\b(issue|document) (form|th[ei])"
 )
 DIALOGUE = re.compile(r"\W{0,9}(?!(Answer|Output|Response|Note)\b)\w+( \w+)?\W{0,9}:")
 END = re.compile(r"(?<![\s>])(\s|<\|(endoftext|im_end|eot_id)\|>|</s>|<eos>)++$")
 HEADING = re.compile(r"\n[#*> \t]{0,9}\w+( \w+)?\W{0,4}:")
 # Whole answers that answer nothing: "N/A", "<nooutput>", "[insert your text here]".
 EMPTY = re.compile(
-    r"((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
+    r"(?i)((the )?(answer|output|response)( is)?:\s*)?\W?(n/a|n\.a|no_?(in|out)put|"
     r"no (answer|response)( (provided|available|given))?)\W*|"
     r"[\[<({]{1,2}\s*(n/a|(no )?(in|out)put|(no )?(answer|response)|none|null|empty|"
     r"blank|(deleted|removed)( by \w+)?|"
     r"(insert|enter|type|add|put|write|your)\b[^\n]{0,40})\s*[\]>)}]{1,2}|"
     r"((insert|enter|type|write) )?(your|the|an) (answer|response|output|text)"
     r"( goes)? here\W*|(?-i:TODO|TBD)(:[^\n]{0,60})?|"
-    r"[.\u2026]{3,}|\u2026|[-_?]{3,}",
-    re.I,
+    r"[.\u2026]{3,}|\u2026|[-_?]{3,}"
 )
 # A link alone, or a printer's filler; and questions that may ask for one, a sign alone, or "N/A".
 LINK = re.compile(
-    r"\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
-    r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*",
-    re.I | re.S,
+    r"(?is)\W*((see|source|link|from|visit|here|read more)\W+)?(https?://|www\.)\S+"
+    r"(\s+(https?://|www\.)\S+)*|lorem ipsum\b.*"
 )
 PLACE = re.compile(
-    r"\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
+    r"(?i)\b(links?|urls?|web\w*|sites?|https?|www|find|sources?|where|address|domain|"
     r"(home)?pages?|articles?|videos?|host\w*|docs?|document\w*|repo(s|sitor\w+)?|"
     r"refer(ence\w*)?|cit(e|ation)s?|contact|resources?|placeholder|dummy|lorem|"
     r"ipsum|filler|downloads?|install|engines?|git\w*|wikipedia|share|tutorials?|"
-    r"(give|send|show|direct|point) (me|us) (to|the))\b",
-    re.I,
+    r"(give|send|show|direct|point) (me|us) (to|the))\b"
 )
 SIGNS = re.compile(
-    r"\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
-    r"separat\w+|divid\w+|chat)\b",
-    re.I,
+    r"(?i)\b(morse|symbols?|ellips[ei]s|dots?|dash(es)?|punctuation|draw|lines?|"
+    r"separat\w+|divid\w+|chat)\b"
 )
 NONE = re.compile(
-    r"\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
-    r"abbreviat\w+|acronym|(which|what) comment)\b",
-    re.I,
+    r"(?i)\b(if (there (is|are) )?(any|none|not)|otherwise|(not|is) applicable|n/a|"
+    r"abbreviat\w+|acronym|(which|what) comment)\b"
 )
 # UTF-8 read as Windows-1252 or Latin-1, a character back at its byte; and controls by themselves.
 BYTES = {ord(bytes([n]).decode("cp1252", "ignore") or chr(n)): n for n in range(0x80, 0xA0)}
@@ -137,20 +133,18 @@ ALONE = re.compile(
 RUN = re.compile(f"([\xc2-\xdb]{TWO}|[\xe0-\xef]{MORE}|\xf0{TWO}{MORE}){{2}}")
 CONTROL = re.compile("[\0-\x08\x0e-\x1f\x80-\x84\x86-\x9f\ufffd]")
 MARKUP = re.compile(
-    r"</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
+    r"(?i)</?(div|span|br|td|tr|table|tbody|li|ul|ol|font|strong|em|h\d|script|style|"
     r"img|hr|body|html|iframe|center|blockquote)"
     r"(\s[^<>\n=]*=[^<>\n]*)?\s?/?>|</[piabu]>|<[piabu]\s[^<>\n=]*=[^<>\n]*>|<!--|"
     r"&(nbsp|amp|[lg]t|quot|apos|[lr][sd]quo|[mn]dash|hellip|#x?[\da-f]{1,5}|"
-    r"[a-z](acute|grave|uml|circ|tilde|cedil));",
-    re.I,
+    r"[a-z](acute|grave|uml|circ|tilde|cedil));"
 )
 MARKED = re.compile(
-    r"\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
+    r"(?i)\b(html|css|xml|svg|web|page|tag|java|script|typescript|mark(up|down)|code|"
     r"site|link|program|function|url|element|template|highlight|bold|font|"
     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
     r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
-    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;",
-    re.I,
+    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;"
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
 NUMBERS = [
@@ -167,6 +161,34 @@ NUMBERS = [
     "ten",
 ]
 NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
+STOCK = (
+    4  # questions with one answer, from which it is a stock answer; and words that it has
+)
+SPEAKS = 0.2  # share of an answer's words, at least, that tell its language; of 20 if it has fewer
+# Frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch, and letters of
+# others. No word of English is one of another language here, or of code.
+SPEECH = (
+    r"(?i)\b(the|of|and|to|a|what|how|that|it|which|your|this|write|describe|give|explain|create|"
+    r"generate|why|who|are|does|following|you|should|my|between|name|three|make|tell|me)\b",
+    r"(?i)\b(der|das|und|ist|nicht|eine?|sie|ich|zu|mit|auf|f\xfcr|von|dem|den|sich|wird)\b",
+    r"(?i)\b(les?|des|est|et|une?|dans|pour|qui|sur|pas|vous|cette|au|que|il|la)\b",  # French
+    r"(?i)\b(el|la|los|las|es|una?|por|con|del|como|su|est\xe1|m\xe1s|al|que|en|para|y)\b",
+    r"(?i)\b(il|di|\xe8|che|gli|per|della|sono|con|nel|alla|questo|anche|pi\xf9|la|una?)\b",
+    r"(?i)\b(os|uma?|n\xe3o|em|da|dos|mais|voc\xea|na|ao|que|para|por|s\xe3o|\xe9|as)\b",
+    r"(?i)\b(het|een|van|niet|voor|zijn|op|wordt|ook|deze|worden|dat|en|je|naar|ik)\b",  # Dutch
+    "[\u0400-\u052f]+",  # Cyrillic
+    "[\u0600-\u06ff]+",  # Arabic
+    "[\u0590-\u05ff]+",  # Hebrew
+    "[\u0900-\u097f]+",  # Devanagari
+    "[\uac00-\ud7af]+",  # Korean
+    LETTER,
+)
+# A question that asks for another language, or is about one.
+NAMED = re.compile(
+    r"(?i)transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
+    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual)|"
+    r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1"
+)
 _PRIME = 2**31 - 1
 _FACTORS = torch.randint(1, _PRIME, (2, HASHES), generator=torch.Generator().manual_seed(0))
 
@@ -274,6 +296,22 @@ def debris(prompt, answer):
     return None
 
 
+def tongues(text):
+    """How many words or letters of each language of SPEECH a text has."""
+    return [len(re.findall(words, text)) for words in SPEECH]
+
+
+def another_language(prompt, answer):
+    """Whether an answer is in a language of which its question has no word and names none."""
+    said = tongues(answer)
+    most = max(said)
+    if most < SPEAKS * max(20, len(answer.split())) or "```" in answer:
+        return False
+    if re.search(SPEECH[said.index(most)], prompt) or NAMED.search(prompt):
+        return False
+    return max(tongues(prompt)) > 1
+
+
 def another_turn(prompt, answer):
     """Whether an answer goes on with another question, and is no dialogue that was asked for."""
     if MARK.search(answer):
@@ -283,7 +321,6 @@ def another_turn(prompt, answer):
         return False
     if ASKED.search(prompt) or WRITTEN.search(prompt):
         return False
-    answer = END.sub("", answer)
     if REPLY.search(answer, speaker.end()):
         return True
     for speaker in SPEAKER.finditer(answer):
@@ -309,19 +346,26 @@ class Answer(typing.NamedTuple):
 def text_reasons(rows):
     """The reason of each of an iterable of (prompt, answer), or None.
 
-    placeholder, debris, turn: see `debris` and `another_turn`.
+    placeholder, debris, turn, language: see `debris`, `another_turn` and `another_language`.
     duplicate: a row that repeats an earlier one, word by word or, if its answer is longer than
     CLOSED words, nearly (`ALIKE`): as a whole, and its question's last line with the answer.
     conflict: one question, word by word, that is not `OPEN`, whose answers differ in words of both,
     or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
     is right.
+    stock: STOCK questions or more have the answer, word by word. It has STOCK words or more and
+    stands in none of the questions, as a choice would; they share no word, as those of one task do,
+    whose answers are labels. Frequent English words do not count.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     copies = NearCopies()
     answers = {}  # of a question's hash: {hash of an answer: Answer}
+    asked = {}  # of an answer's hash: the places of its questions, hashes of words that all have
     reasons = []
     for place, (prompt, answer) in enumerate(rows):
+        answer = END.sub("", answer)
         reason = "turn" if another_turn(prompt, answer) else debris(prompt, answer)
+        if not reason and another_language(prompt, answer):
+            reason = "language"
         last = plain_words(prompt.strip().rpartition("\n")[2])
         prompt, answer = plain_words(prompt), plain_words(answer)
         digits = []
@@ -338,9 +382,19 @@ def text_reasons(rows):
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else reason)
+        if not reasons[-1] and len(words) >= STOCK and answer not in prompt:
+            question = re.sub(SPEECH[0], "", prompt.rpartition(" user: ")[2])
+            hashes = set(map(hash, WORD.findall(question)))
+            places, shared = asked.setdefault(key, (array("i"), array("q", hashes)))
+            places.append(place)
+            shared[:] = array("q", hashes.intersection(shared))
         is_open = OPEN.match(prompt) or OPEN.match(last) or OPENLY.search(prompt)
         count = math.inf if is_open or reason else len(words)
         known.setdefault(key, Answer(place, count, array("q", set(map(hash, words)))))
+    for places, shared in asked.values():
+        if len(places) >= STOCK and not shared:
+            for place in places:
+                reasons[place] = "stock"
     for known in answers.values():
         for place in conflicts(list(known.values())):
             reasons[place] = reasons[place] or "conflict"

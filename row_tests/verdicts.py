@@ -8,6 +8,7 @@ from data.sets import each_row
 from ranking import auroc, blank_prompt
 from row_tests.forwards import make_faults, read_numbers
 from row_tests.texts import text_reasons
+from runtime.log import Progress
 
 # ruff: isort: split
 import torch
@@ -53,7 +54,9 @@ def verdicts_on(reader, lower, upper, seed=0):
         trusted = read_numbers(
             reader, sample, blank_prompt(upper), "row tests, trusted rows"
         )
-    by_text = text_reasons(each_row(lower, "prompt", "response"))
+    texts = each_row(lower, "prompt", "response")
+    bar = Progress(texts, "row tests, texts", total=len(lower), delay=2, leave=False)
+    by_text = text_reasons(bar)
     verdicts = judge_rows(numbers, trusted, faults, by_text)
     verdicts.notes += notes
     return verdicts

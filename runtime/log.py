@@ -1,9 +1,10 @@
-"""metrics.jsonl, one dictionary a step, and the progress bar."""
+"""metrics.jsonl, one dictionary a step, and progress: a bar for people, lines for a log."""
 
 import contextlib
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,40 @@ from utils import UserError, write_atomic
 
 # ruff: isort: split
 from tqdm import tqdm
+
+LOG_SECONDS = 20  # between two lines of progress where there is no terminal
+LOG_LINE = "{desc}: {percentage:.0f} % ({n_fmt} of {total_fmt}), {remaining} left{postfix}"
+
+
+class Progress(tqdm):
+    """A bar; without a terminal a line with the share done, the first after LOG_SECONDS.
+
+    label: its text; None hides it, inside of what shows its own progress. Only the first process
+    shows one. options: those of `tqdm`.
+    """
+
+    def __init__(self, rows=None, label=None, **options):
+        if not sys.stderr.isatty():
+            options |= {
+                "mininterval": LOG_SECONDS,
+                "miniters": 1,  # or tqdm's own thread prints lines, too
+                "delay": LOG_SECONDS,
+                "bar_format": LOG_LINE,
+                "position": 0,
+            }
+        hidden = label is None or rank() > 0
+        super().__init__(rows, desc=label, disable=hidden, **options)
+
+    @staticmethod
+    def status_printer(file):
+        if file.isatty():
+            return tqdm.status_printer(file)
+
+        def write_line(text):
+            if text.strip():
+                print(text.strip(), file=file, flush=True)
+
+        return write_line
 
 
 class Log:
@@ -25,7 +60,7 @@ class Log:
         path = Path(out) / "metrics.jsonl"
         on_first(lambda: _cut_back(path, first))
         self.file = open(os.devnull if rank() else path, "a", buffering=1)  # noqa: SIM115, for good
-        self.bar = tqdm(total=total, initial=first, desc=label, unit="step")
+        self.bar = Progress(total=total, initial=first, label=label, unit="step")
 
     def write(self, metrics, started):
         """One dictionary, one line; wall-clock keys live under `time/`, all else is deterministic.

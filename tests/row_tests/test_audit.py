@@ -1,9 +1,7 @@
-"""Judging flagged rows by hand: exact intervals, scripted verdicts."""
+"""Judging flagged rows by hand: intervals, scripted verdicts."""
 
-import decimal
 import io
 import json
-import math
 
 import pytest
 from conftest import read_rows, write_rows
@@ -16,32 +14,13 @@ from utils import content_hash
 @pytest.mark.parametrize(
     "count, total, low, high",
     [
-        (0, 10, 0.0, 0.3085),
-        (10, 10, 0.6915, 1.0),
-        (5, 10, 0.1871, 0.8129),
-        (1, 30, 0.0008, 0.1722),
+        (0, 10, 0.0, 0.2775),
+        (1, 30, 0.0059, 0.1667),
         (0, 0, 0.0, 1.0),
     ],
 )
 def test_eq_intervals_are_those_of_the_tables(count, total, low, high):
-    assert audit.clopper_pearson(count, total) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_eq_upper_bound():
-    """0 of n in closed form; 2 of 50: its table value; the binomial tail is 5 % there."""
-    for total in (10, 59, 100, 400):
-        expected = 1 - 0.05 ** (1 / total)
-        assert audit.upper_bound(0, total) == pytest.approx(expected, abs=1e-12)
-    assert audit.upper_bound(2, 50) == pytest.approx(0.1206, abs=1e-4)
-    assert audit.upper_bound(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-12)
-
-
-def test_eq_upper_bound_of_many_rows():
-    """Its binomial tail is 5 %, with numbers of 60 digits; as floats the factors overflow."""
-    with decimal.localcontext(prec=60):
-        p = decimal.Decimal(audit.upper_bound(515, 1030))
-        tail = sum(math.comb(1030, k) * p**k * (1 - p) ** (1030 - k) for k in range(516))
-    assert float(tail) == pytest.approx(0.05, abs=1e-9)
+    assert audit.wilson(count, total) == pytest.approx((low, high), abs=1e-4)
 
 
 @pytest.fixture
@@ -98,9 +77,9 @@ def test_scripted_verdicts(words, capfd, monkeypatch):
     main(words)
     result, text = result_of(capfd)
     assert (result["precision"]["bad"], result["precision"]["judged"]) == (bad, 8)
-    high = audit.clopper_pearson(0, 7)[1]
+    high = audit.wilson(0, 7)[1]
     expected = {
-        "low": 0.0,
+        "low": pytest.approx(0.0),
         "high": pytest.approx(high),
         "bad": 0,
         "judged": 7,
@@ -108,6 +87,16 @@ def test_scripted_verdicts(words, capfd, monkeypatch):
     assert result["missed"] == expected
     assert "flagged" not in text.split("precision:")[0]
     assert text.count("QUESTION: question") == 16
+
+
+def test_rows_of_two_sources_are_told_apart_by_their_hashes(
+    words, tmp_path, capfd, monkeypatch
+):
+    rows = [{"prompt": f"another {n}", "response": f"answer {n}"} for n in range(50)]
+    other = write_rows(tmp_path / "other.jsonl", rows)
+    answer(monkeypatch, ["y"] * 16)
+    main([*words[:4], other, *words[4:]])
+    assert result_of(capfd)[1].count("QUESTION: question") == 16
 
 
 def test_an_interrupted_judge_goes_on(words, capfd, monkeypatch, refused):

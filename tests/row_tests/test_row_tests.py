@@ -14,6 +14,7 @@ from row_tests.__main__ import flagged_last, main
 from row_tests.verdicts import Verdicts, judge_rows
 
 COLUMNS = {
+    "source",
     "row_id",
     "hash",
     "rank",
@@ -269,6 +270,7 @@ def test_the_worst_row_of_each_reason_is_shown(capsys):
     rows = Dataset.from_list(
         [
             {
+                "source": "a.jsonl",
                 "row_id": n,
                 "prompt": "why\x1b?",
                 "response": "so " * 99 + f"stop {n}",
@@ -282,6 +284,7 @@ def test_the_worst_row_of_each_reason_is_shown(capsys):
     look.print_look(verdicts, rows)
     text = capsys.readouterr().out
     assert text.startswith("note: a note\n6 of 10 rows look bad")
+    assert "cut short: a.jsonl, row_id 4\n" in text
     assert "stop 4" in text
     assert "stop 3" not in text
     assert "stop 9" in text

@@ -174,6 +174,103 @@ def test_what_no_question_asks_for_stays_a_fault():
         assert text_reasons([(question, answer)]) == [reason]
 
 
+def test_the_second_of_two_facts_contradicts_another_one():
+    rows = [("Which cities?", answer) for answer in ("Paris, Rome", "Rome", "Paris")]
+    assert text_reasons(rows) == [None, "conflict", "conflict"]
+
+
+def test_a_row_is_compared_with_more_than_one_that_shares_a_band():
+    copies = texts.NearCopies()
+    first, second = [0] * texts.HASHES, [1] * texts.HASHES
+    assert [copies.has(first, end) for end in (first, second, second)] == [
+        False,
+        False,
+        True,
+    ]
+
+
+QUESTIONS = (
+    "Explain gravity to a child.",
+    "Write a poem about rivers.",
+    "Which city has most bridges?",
+    "How does yeast work?",
+)
+REFUSAL = "I'm sorry, I cannot help with that."
+
+
+def test_one_answer_to_many_questions_is_a_stock_answer():
+    other = [("Why is the sky blue?", "Its air scatters blue light most.")]
+    refused = [(question, REFUSAL) for question in QUESTIONS]
+    assert text_reasons(refused + other) == ["stock"] * 4 + [None]
+    asked = [
+        (f"System: Be brief and kind.\nUser: {question}", REFUSAL.upper())
+        for question in QUESTIONS
+    ]
+    assert text_reasons(asked) == ["stock"] * 4
+    assert text_reasons(refused[:3]) == [None] * 3
+    # The same question again is no other one.
+    assert text_reasons([*refused[:3], refused[0]]) == [None] * 3 + ["duplicate"]
+    short = [(question, "Yes, I do.") for question in QUESTIONS]
+    assert text_reasons(short) == [None] * 4
+
+
+def test_a_label_that_many_questions_have_is_no_stock_answer():
+    label = "This sentence is quite positive"
+    asked = [(f"Classify the mood. {question}", label) for question in QUESTIONS]
+    assert text_reasons(asked) == [None] * 4
+    choices = [
+        (f"{question} Choose: it depends on you, or not.", "It depends on you")
+        for question in QUESTIONS
+    ]
+    assert text_reasons(choices) == [None] * 4
+
+
+PLANTS = {
+    "English": "Plants make the food that they need of light and water, which is how they grow.",
+    "German": "Pflanzen stellen ihre Nahrung aus Licht her, und sie wachsen mit der Sonne.",
+    "French": "Les plantes fabriquent leur nourriture avec la lumière et une part de l'eau.",
+    "Spanish": "Las plantas producen su alimento con la luz del sol y el agua de la tierra.",
+    "Italian": "Le piante producono il cibo con la luce del sole, che trasforma anche l'acqua.",
+    "Portuguese": "Os raios do sol são uma parte do alimento das plantas, mas não da terra.",
+    "Dutch": "Planten maken het voedsel van licht en water, dat ze ook voor de groei nodig hebben.",
+    "Russian": "Растения производят пищу на свету.",
+    "Chinese": "植物通过光合作用制造食物。",
+    "Korean": "식물은 광합성을 통해 양분을 만듭니다.",
+    "Arabic": "تصنع النباتات غذاءها من الضوء.",
+    "Hindi": "पौधे प्रकाश से भोजन बनाते हैं।",
+    "Hebrew": "צמחים מייצרים מזון בעזרת אור.",
+}
+
+
+@pytest.mark.parametrize("tongue", PLANTS)
+def test_an_answer_in_another_language_than_its_question(tongue):
+    answer, question = PLANTS[tongue], "Explain how a plant makes its food."
+    expected = None if tongue == "English" else "language"
+    assert text_reasons([(question, answer)]) == [expected]
+    assert text_reasons([(answer, PLANTS["English"])]) == [expected]
+    assert text_reasons([(answer, answer)]) == [None]
+    for asked in (
+        f"{question} Answer in {tongue}.",
+        f"Translate what I tell you: {question}",
+        f"Explain what this means and give an example: {answer}",
+    ):
+        assert text_reasons([(asked, answer)]) == [None]
+
+
+def test_names_code_and_questions_of_a_word_have_no_other_language():
+    for question, answer in (
+        ("Name the towns that you know.", "Los Angeles, Las Vegas, El Paso"),
+        ("Photosynthesis", PLANTS["German"]),
+        (PLANTS["German"], "```\nif the_of:\n    print('the of and to a what how')\n```"),
+        (
+            "Describe a flag of the sea.",
+            "Planten 植物通 and many other words stand here.",
+        ),
+        ("What is the alphabet of physics?", "α β γ δ ε"),
+    ):
+        assert text_reasons([(question, answer)]) == [None]
+
+
 def test_numbers_in_words_are_the_same_numbers():
     rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
     assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]

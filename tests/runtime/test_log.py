@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from runtime.log import Log
+from runtime import log
+from runtime.log import Log, Progress
 from utils import UserError
 
 LINES = ['{"step": 0}', '{"step": 1}', '{"step": 2}']
@@ -51,3 +52,23 @@ def test_what_is_not_finite_is_refused(tmp_path, value):
     log = Log(tmp_path, 0, 3, "run")
     with pytest.raises(UserError):
         log.write(values_of(0, value), time.perf_counter())
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds, shares", [(0, [0, 50, 100]), (20, [])])
+def test_without_a_terminal_progress_is_lines(capsys, monkeypatch, seconds, shares):
+    """The first after LOG_SECONDS; none of a bar without a label."""
+    monkeypatch.setattr(log, "LOG_SECONDS", seconds)
+    for _ in Progress(range(2), "reading", leave=False):
+        list(Progress(range(3), None))
+    lines = capsys.readouterr().err.replace("\r", "").splitlines()
+    assert [line.split(" %")[0] for line in lines] == [f"reading: {n}" for n in shares]
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_on_a_terminal_progress_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    list(Progress(range(2), "reading", mininterval=0))
+    assert capsys.readouterr().err.count("\rreading") >= 3
