@@ -81,14 +81,9 @@ def kernels(hidden):
     return ["torch"]
 
 
-def torch_fused(hidden, head, targets, **options):
+def torch_fused(hidden, head, targets):
     loss = torch.nn.functional.linear_cross_entropy
-    return -loss(hidden, head, targets, reduction="none", **options)
-
-
-def torch_chunked(hidden, head, targets):
-    options = torch.nn.modules.linear_cross_entropy_options.LinearCrossEntropyOptions()
-    return torch_fused(hidden, head, targets, options=options)
+    return -loss(hidden, head, targets, reduction="none")
 
 
 # The others import their kernels when first called, so one that breaks is a failed variant.
@@ -155,7 +150,6 @@ def gradient_variants(problem, peers=True):
     variants["full logits"] = functools.partial(logprobs.token_logprobs, kernel="reference")
     if peers and hasattr(torch.nn.functional, "linear_cross_entropy"):
         variants["torch linear_cross_entropy"] = torch_fused
-        variants["torch linear_cross_entropy, chunked"] = torch_chunked
     if peers and problem.hidden.is_cuda:
         variants |= usable(PEERS)
     return variants

@@ -5,11 +5,8 @@ each runs once, in rotating order. A time is the median over rounds with the sma
 largest; a ratio is the median of the rounds' own ratios.
 """
 
-import contextlib
-import ctypes
 import gc
 import importlib.util
-import re
 import statistics
 import time
 from pathlib import Path
@@ -68,44 +65,19 @@ def ratio(a, b):
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
-def product_rate(device, dtype):
-    """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
-    size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    seconds = time_variants({"mm": lambda _: a @ b}, 5, "product rate")["mm"]
-    return 2 * size**3 / statistics.median(seconds)
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def process_memory(key):
-    """A line of Linux's /proc/self/status in bytes: VmRSS, or VmHWM."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(key + r":\s+(\d+) kB", status)[1])
-
-
 def peak_memory(call, device):
-    """Bytes a call needs at most beyond what was held before it; None where it cannot be read."""
-    gc.collect()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(
-            0
-        )  # freed memory goes back to the system first
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
-    except OSError:
+    """Bytes of a GPU that a call needs at most beyond what was held before it; None on a CPU."""
+    if device.type != "cuda":
         call()
         return None
-    before = process_memory("VmRSS")
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     call()
-    return process_memory("VmHWM") - before
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 # --- the result -----------------------------------------------------------------------------------
