@@ -95,6 +95,27 @@ def add_arguments(parser):
         action="store_true",
         help="split the base over torchrun's processes, when it does not fit one GPU",
     )
+    add_step_arguments(parser)
+    add = parser.add_argument_group("run").add_argument
+    add(
+        "--preset",
+        choices=PRESETS,
+        help="the paper's published values; toy: for the embedded toy",
+    )
+    add("--out", default="runs/latest", help="run folder")
+    add("--seed", type=int, default=0, help="of every random draw")
+    add(
+        "--keep-fraction",
+        type=float,
+        default=0.8,
+        help="share of the lower rows marked kept",
+    )
+    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+
+
+def add_step_arguments(parser):
+    """What the steps of theta and omega are."""
     add = parser.add_argument_group("theta").add_argument
     add("--lr", type=float, default=2e-4, help="beta, step size of theta; published: 5e-6")
     add("--warmup", type=int, default=0, help="steps over which --lr grows from zero")
@@ -144,22 +165,6 @@ def add_arguments(parser):
         default=0.0,
         help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1",
     )
-    add = parser.add_argument_group("run").add_argument
-    add(
-        "--preset",
-        choices=PRESETS,
-        help="the paper's published values; toy: for the embedded toy",
-    )
-    add("--out", default="runs/latest", help="run folder")
-    add("--seed", type=int, default=0, help="of every random draw")
-    add(
-        "--keep-fraction",
-        type=float,
-        default=0.8,
-        help="share of the lower rows marked kept",
-    )
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
-    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
 
 
 def add_data_arguments(group):

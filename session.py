@@ -336,7 +336,7 @@ def _before_training(args, model, file, resumed):
 # --- every step -----------------------------------------------------------------------------------
 
 
-def warm_up(args, learner, step):
+def set_rate(args, learner, step):
     """The learning rate of a step: from --lr / W to --lr over the W steps of --warmup."""
     share = min(1.0, (step + 1) / max(1, args.warmup))
     for optimizer in (learner.optimizer, learner.optimizer_hat):
@@ -360,14 +360,15 @@ def check_finite(step, norm, losses, lower, places):
     )
 
 
-def loss_metrics(rho, upper, weighted):
-    """What the log says of a step: upper losses (B_up,), and lower ones times their weights."""
-    upper_loss = upper.mean().item() if len(upper) else None
+def loss_metrics(rho, losses, weighted):
+    """What the log says of a step, from its `StepLosses` and W L of its lower rows (B_low,)."""
+    upper_loss = losses.upper.mean().item() if len(losses.upper) else None
     lower_loss = weighted.mean().item()
     return {
         "upper_loss": upper_loss,
         "lower_loss": lower_loss,
         "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
+        "grad_norm": losses.norm.item(),
     }
 
 

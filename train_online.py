@@ -481,7 +481,7 @@ def train(args, run, masking):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        session.warm_up(args, learner, step)
+        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
@@ -501,9 +501,8 @@ def train(args, run, masking):
             selector.step(places[present], costs.cpu()[present], gamma * share)
 
         # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.weighted)
+        metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
-        metrics["grad_norm"] = losses.norm.item()
         lower_batch = [row for answers in lower_batch for row in answers.rows]
         metrics["tokens"] = batches.count_tokens(
             lower_batch + batches.sequences(upper_batch)

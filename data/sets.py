@@ -32,7 +32,7 @@ def load_levels(args, tokenizer, context_length):
         raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     max_length = min(args.max_length, context_length)
     if max_length < args.max_length:
-        print(f"--max-length is {max_length} tokens here, the model's context")
+        print(f"--max-length is lowered to the model's context of {max_length} tokens")
     levels = dict.fromkeys(LEVELS)
     reports = {}
     with first_goes_first():
@@ -110,8 +110,13 @@ def drop_held_out(levels, reports):
 def set_aside(report, keys, reason):
     """Add tokenised rows, by (source, row_id), to those that a report says are set aside."""
     for source, row_id in keys:
-        row = {"source": source, "row_id": row_id, "place": f"row {row_id}"}
-        report["set_aside"].append(row | {"reason": reason})
+        row = {
+            "source": source,
+            "row_id": row_id,
+            "place": f"row {row_id}",
+            "reason": reason,
+        }
+        report["set_aside"].append(row)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -266,10 +271,9 @@ def left_out(report):
     ):
         if report.get(key):
             facts.append(f"{report[key]} {words}")
-    unread = report.get("unread") or []
+    unread = report.get("unread")
     if unread:
-        more = f" and {len(unread) - 9} more" if len(unread) > 9 else ""
-        facts.append("not read: " + ", ".join(unread[:9]) + more)
+        facts.append(f"{len(unread)} columns or keys not read ({', '.join(unread[:9])})")
     return "".join(f", {fact}" for fact in facts)
 
 

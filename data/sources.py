@@ -197,7 +197,7 @@ def _json_rows(path):
         document = None
         if start == b"[":
             document = _decode(file.read())
-        elif start == b"{" and ".json" in path.suffixes:
+        elif start == b"{" and re.search(r"\.json(\.gz)?$", path.name.lower()):
             with contextlib.suppress(ValueError):  # it has one object a line
                 document = _only_list(_decode(file.read()), path)
         if document is not None:

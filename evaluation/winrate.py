@@ -158,20 +158,8 @@ def rate(args):
         preferences.setdefault(name, []).append(row["preference"])
     results = {name: win_rate(values) for name, values in preferences.items()}
     rows = [[name, *figures.values()] for name, figures in results.items()]
-    show_table(
-        [
-            "model",
-            "win rate",
-            "std. error",
-            "discrete",
-            "wins",
-            "draws",
-            "losses",
-            "n",
-            "missing",
-        ],
-        rows,
-    )
+    header = ["model", "win rate", "std. error", "discrete"]
+    show_table([*header, "wins", "draws", "losses", "n", "missing"], rows)
     print("RESULT " + json.dumps(results))
 
 

@@ -151,7 +151,7 @@ def test_rows_fit_the_model_and_cut_answers_are_a_warning(levels, capsys):
         ", 1 rows set aside (the prompt is too long: 1), 1 answers cut (5.3%)"
     )
     said = capsys.readouterr().out
-    assert "--max-length is 128 tokens here, the model's context" in said
+    assert "--max-length is lowered to the model's context of 128 tokens" in said
     assert "warning" not in said
     rows[2] = rows[0] | {"prompt": "b"}
     levels(lower=rows, max_length=128)
@@ -269,8 +269,8 @@ def test_what_is_left_out_is_said():
     assert sets.left_out(report) == (
         ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%), "
         "3 cells are numbers, read as text, 60 answers ended in an end marker, which was cut, "
-        "1 labelled bad, 3 without a label count as good, not read: c0, c1, c2, c3, c4, c5, c6, "
-        "c7, c8 and 3 more"
+        "1 labelled bad, 3 without a label count as good, 12 columns or keys not read (c0, c1, c2, "
+        "c3, c4, c5, c6, c7, c8)"
     )
     assert sets.left_out({}) == ""
 

@@ -164,6 +164,13 @@ class Page(html.parser.HTMLParser):
             self.text.append(data)
 
 
+def column(page, name):
+    """{rank: value} of a column of the page's first table of rows."""
+    names = page.tables[0]["columns"]
+    place = names.index("rank"), names.index(name)
+    return {row[place[0]]: row[place[1]] for row in page.tables[0]["rows"]}
+
+
 def make_page(tmp_path, *folders, row_tests=None):
     """(HTML, `Page`, its text) of a report; whatever its rows hold, only our script can run."""
     out = tmp_path / "out" / "page.html"
