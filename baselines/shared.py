@@ -16,7 +16,7 @@ import models
 import options
 import ranking
 from data import sets
-from evaluation.runs import check_output
+from evaluation.runs import check_output, names_of
 from runtime import processes
 from utils import UserError
 
@@ -100,8 +100,10 @@ def read_arguments(parser, argv):
 
 def check_out(args, *inputs):
     """Make the folder of --out; `UserError` where a run's file or an input would be replaced."""
-    sources = (args.lower, args.upper, args.upper_heldout, args.lower_heldout)
-    check_output(args.out, Path(args.out).parent, *inputs, *filter(None, sources))
+    sources = []
+    for given in (args.lower, args.upper, args.upper_heldout, args.lower_heldout):
+        sources += names_of(given)
+    check_output(args.out, Path(args.out).parent, *inputs, *sources)
 
 
 def open_rows(args):
