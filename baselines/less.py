@@ -165,10 +165,13 @@ def train_warm_up(args, model, theta, rows, work):
 def checkpoint(theta, optimizer, rates):
     """{theta, m, v: (P,), lr: (1,)} after an epoch of these learning rates."""
     states = [optimizer.state[parameter] for parameter in theta]
+    weights = [parameter.detach().flatten() for parameter in theta]
+    m = [state["exp_avg"].flatten() for state in states]
+    v = [state["exp_avg_sq"].flatten() for state in states]
     return {
-        "theta": torch.cat([parameter.detach().flatten() for parameter in theta]).cpu(),
-        "m": torch.cat([state["exp_avg"].flatten() for state in states]).cpu(),
-        "v": torch.cat([state["exp_avg_sq"].flatten() for state in states]).cpu(),
+        "theta": torch.cat(weights).cpu(),
+        "m": torch.cat(m).cpu(),
+        "v": torch.cat(v).cpu(),
         "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64),
     }
 
