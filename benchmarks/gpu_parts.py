@@ -70,24 +70,16 @@ def run_steps(shape, rounds, checkpointing):
     return compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch), GROUPS)
 
 
-def time_answers(shape):
+def run_hours(folder, shape):
+    """The runtime table: the steps are another part's, answers are timed here."""
+    content = known_of(part_file(folder, steps_name(shape)))
+    if "result" not in content:
+        raise UserError(f"{steps_name(shape)} is not measured yet")
     work = work_of(shape)
     model, rows, _ = load_shape(shape, work.answers)
-    return table2.answer_speed(model, rows, work)
-
-
-def run_hours(folder, shape):
-    """The runtime table, from the results of other parts: nothing is measured here."""
-
-    def stored(name):
-        content = known_of(part_file(folder, name))
-        if "result" not in content:
-            raise UserError(f"{name} is not measured yet")
-        return content["result"]
-
-    speed = stored(answers_name(shape))
-    hours = table2.hours_of(shape, stored(steps_name(shape)), speed["seconds_per_answer"])
-    return table2.beside_published({shape: hours})
+    speed = table2.answer_speed(model, rows, work)
+    hours = table2.hours_of(shape, content["result"], speed["seconds_per_answer"])
+    return {"answers": speed, "hours": table2.beside_published({shape: hours})}
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -102,14 +94,8 @@ def steps_name(shape):
     return f"steps, {shape}"
 
 
-def answers_name(shape):
-    return f"answers, {shape}"
-
-
-def answers_table(result):
-    speed = f"{result['tokens_per_second']:.0f}"
-    row = [result["answers"], speed, result["seconds_per_answer"]]
-    return ["answers", "tokens/s", "seconds an answer"], [row]
+def shown_hours(result):
+    return table2.hours_table(result["hours"])
 
 
 def parts_of(sizes, folder):
@@ -132,11 +118,8 @@ def parts_of(sizes, folder):
     for shape in shapes:
         planned.append(steps(steps_name(shape), shape, rounds, False))
     for shape in shapes:
-        measure = call(time_answers, shape)
-        planned.append(Part(answers_name(shape), 240, measure, answers_table))
-    for shape in shapes:
         measure = call(run_hours, folder, shape)
-        planned.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
+        planned.append(Part(f"table2, {shape}", 240, measure, shown_hours))
     for shape in shapes:
         name = f"{steps_name(shape)}, gradient checkpointing"
         planned.append(steps(name, shape, rounds, True))

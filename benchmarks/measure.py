@@ -7,6 +7,7 @@ largest; a ratio is the median of the rounds' own ratios.
 
 import gc
 import importlib.util
+import json
 import statistics
 import time
 from pathlib import Path
@@ -14,9 +15,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from paper.results import cpu_name, save_results
+from paper.results import cpu_name, made_by
 from runtime.processes import pick_device
-from utils import table
+from utils import table, write_atomic
 
 
 def installed(package):
@@ -97,14 +98,14 @@ def store_and_print(args, settings, results, header, rows):
     print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
     print(table(header, rows))
     if args.json:
-        save_results(
-            Path(args.json),
-            f"python -m benchmarks {args.words}",
-            results,
-            hardware=machine,
-            benchmark=args.benchmark,
-            settings=settings,
-        )
+        entries = {
+            **made_by(f"python -m benchmarks {args.words}", machine),
+            "benchmark": args.benchmark,
+            "settings": settings,
+            "results": results,
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(args.json, json.dumps(entries, indent=1) + "\n")
 
 
 def milliseconds(figure):

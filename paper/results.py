@@ -1,19 +1,20 @@
 """Stored results: results/NAME.json holds a table's cells and what they were made by.
 
 A table has "columns" {key: heading} and "rows" {name: {key: cell}}; statistics.py says what a cell
-is. "claims" are rows under its CLAIM_COLUMNS.
+is.
 """
 
 import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
 import utils
 from paper.claims import UPPER, claims_of
-from paper.statistics import CLAIM_COLUMNS, cells_of, text_rows
+from paper.statistics import cells_of, text_rows
 from utils import UserError, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,29 +73,10 @@ def made_by(command, hardware=None):
     }
 
 
-def save_results(path, command, results, hardware=None, **more):
-    """Write results as json with what they were made by.
-
-    hardware: what ran (this machine's cores), more: other entries of the file.
-    """
-    entries = {**made_by(command, hardware), **more, "results": results}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    utils.write_atomic(path, json.dumps(entries, indent=1) + "\n")
-
-
 def table_text(entries):
-    """The json text of a table, with a line for each entry and each row."""
-    lines = []
-    for key, value in entries.items():
-        if key != "rows":
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
-    rows = []
-    for name, cells in entries["rows"].items():
-        rows.append(
-            f"  {json.dumps(name, ensure_ascii=False)}: {json.dumps(cells, ensure_ascii=False)}"
-        )
-    lines.append(' "rows": {\n' + ",\n".join(rows) + "\n }")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """The json text of a table, a row of it in a line."""
+    text = json.dumps(entries, indent=1, ensure_ascii=False)
+    return re.sub(r"\n {3,}", " ", text) + "\n"
 
 
 def show(args, results, columns):
@@ -108,16 +90,13 @@ def show(args, results, columns):
     print("\n" + table(["", *columns.values()], text_rows(rows, columns)))
     claims = claims_of(args.target, rows)
     if claims:
-        print(
-            "\ndifferences (loss, 1 - AUROC or tokens) paired by seed; negative is as claimed"
-        )
-        print(table(CLAIM_COLUMNS, claims))
+        print("\ndifferences of loss, 1 - AUROC or tokens; negative is as claimed")
+        print(table(["claim", "difference, 95 %"], claims))
     file = Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json"
     file.parent.mkdir(exist_ok=True)
     entries = {
         **made_by(args.command),
         "columns": columns,
-        "claims": claims,
         "rows": rows,
     }
     utils.write_atomic(file, table_text(entries))
@@ -125,16 +104,18 @@ def show(args, results, columns):
 
 
 def without_flags(words, *flags):
-    """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
-    kept = []
-    skip = False
+    """The words less these flags and their values. Of a flag given twice the last one stays."""
+    groups = {"": []}
+    flag = ""
     for word in words:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif word.split("=")[0] not in flags:
-            kept.append(word)
+        if word.startswith("--"):
+            flag = word.split("=")[0]
+            groups[flag] = []
+        groups[flag].append(word)
+    kept = []
+    for flag, group in groups.items():
+        if flag not in flags:
+            kept += group
     return kept
 
 

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from paper.__main__ import TARGETS, main, parse_args
+from paper.__main__ import main, parse_args
 
 
 @pytest.mark.parametrize(
@@ -26,21 +26,6 @@ from paper.__main__ import TARGETS, main, parse_args
 def test_what_would_be_something_else_is_refused(words, what, here, refused):
     assert what in refused(lambda: main(shlex.split(words)))
     assert not (here / "runs").exists()
-
-
-@pytest.mark.parametrize("words", ["table1 --judge x", "demo --seeds 2", "readme --list"])
-def test_flags_that_a_target_does_not_read_are_refused(words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_args(words.split())
-    assert stop.value.code == 2
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_explains_itself(target, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse_args([target, "--help"])
-    assert stop.value.code == 0
-    assert f"python -m paper {target}" in capsys.readouterr().out
 
 
 def test_the_stored_command_gives_the_same_arguments_again():

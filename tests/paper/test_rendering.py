@@ -25,7 +25,7 @@ def write(folder, name, results, **entries):
     }
     columns = {key: f"loss {key}" for key in keys}
     rows = cells_of(results, keys)
-    text = table_text({**made, "columns": columns, "claims": [], "rows": rows, **entries})
+    text = table_text({**made, "columns": columns, "rows": rows, **entries})
     (folder / "results" / f"{name}.json").write_text(text)
 
 
@@ -36,11 +36,7 @@ def stored(here):
     results = {}
     for name, value in (("x", 1.0), ("y", 2.0), ("xx", 4.0)):
         results[name] = [{"a": value, "b": value}, {"a": value + 2, "b": value}]
-    claims = [
-        ["x below y", "2 of 2", "-1.0 ± 0.0", "as claimed"],
-        ["y below x", "0 of 2", "+1.0 ± 0.0", "the reverse"],
-    ]
-    write(here, "t", results, claims=claims)
+    write(here, "t", results)
     write(
         here,
         "u",
@@ -73,15 +69,9 @@ def test_columns_are_picked_in_order_and_renamed(stored):
     ]
 
 
-def test_rows_and_claims_are_picked_by_what_they_begin_with(stored):
+def test_rows_are_picked_by_what_they_begin_with(stored):
     assert [line[:4] for line in rendered("t a only=x")[2:4]] == ["| x ", "| xx"]
-    lines = rendered('t a "only=xx; y" claims')
-    assert [line[:4] for line in lines[2:4]] == ["| y ", "| xx"]
-    assert lines[5:8] == [
-        "| claim | seeds as claimed | difference, 95 % | verdict |",
-        "|---|---|---|---|",
-        "| y below x | 0 of 2 | +1.0 ± 0.0 | the reverse |",
-    ]
+    assert [line[:4] for line in rendered('t a "only=xx; y"')[2:4]] == ["| y ", "| xx"]
 
 
 def test_files_stand_side_by_side(stored):
@@ -115,7 +105,7 @@ def test_every_page_is_rendered_and_twice_is_once(stored):
     (stored / "docs").mkdir()
     page = (
         "text\n<!-- begin t a -->\n<!-- end t -->\nbetween\n"
-        "<!-- begin t b claims -->\nold\n<!-- end t -->\nafter\n"
+        "<!-- begin t b -->\nold\n<!-- end t -->\nafter\n"
     )
     for path in ("README.md", "docs/one.md"):
         (stored / path).write_text(page)
@@ -132,15 +122,6 @@ def test_every_page_is_rendered_and_twice_is_once(stored):
 
 
 # --- the pages ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_shows_is_what_is_stored(page, monkeypatch):
-    """Else: python -m paper readme."""
-    monkeypatch.chdir(ROOT)
-    text = (ROOT / page).read_text()
-    assert rendering.filled(text, page) == text
-    assert "<!-- begin " in text
 
 
 @pytest.mark.parametrize("page", PAGES)
