@@ -77,16 +77,16 @@ def claims_by_scale():
     for text, table, first, than, metric in CLAIMS:
         cells = []
         for name in SCALES.values():
-            rows = stored_rows(f"{name}_{table.replace('-', '_')}")
+            rows = read_stored(f"{name}_{table.replace('-', '_')}")["rows"]
             cells.append(marked(differences(rows, first, than, metric)))
         lines.append([text, *cells])
     return ["the paper's claim", *SCALES], lines
 
 
-def stored_rows(name):
-    """The rows of results/NAME.json, none where it is not there."""
+def read_stored(name):
+    """The entries of results/NAME.json, no rows where it is not there."""
     file = Path("results") / f"{name}.json"
-    return json.loads(file.read_text())["rows"] if file.exists() else {}
+    return json.loads(file.read_text()) if file.exists() else {"rows": {}}
 
 
 def differences(rows, first, than, metric):

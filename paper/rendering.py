@@ -18,8 +18,7 @@ import shlex
 from pathlib import Path
 
 import utils
-from paper.claims import claims_by_scale
-from paper.results import read_stored
+from paper.claims import claims_by_scale, read_stored
 from paper.statistics import cell_text
 from utils import UserError
 
@@ -63,7 +62,7 @@ def markdown_lines(header, rows):
 def rendered(words, place):
     """The lines of a stored result: the columns asked for, what it was made by."""
     name, *words = shlex.split(words)
-    stored = {name: read_stored(name, place)}
+    stored = {name: read_stored(name)}
     starts = ""
     columns = []
     for word in words:
@@ -89,9 +88,9 @@ def marked_column(word, name, stored, place):
     file, _, key = column.rpartition(":")
     file = file or name
     if file not in stored:
-        stored[file] = read_stored(file, place)
+        stored[file] = read_stored(file)
     if not any(key in cells for cells in stored[file]["rows"].values()):
-        raise UserError(f"{place}: {file} has no column {key!r}")
+        raise UserError(f"{place}: results/{file}.json has no column {key!r}")
     return file, key, heading or stored[file]["columns"].get(key, key)
 
 

@@ -9,13 +9,14 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import utils
 from paper.claims import UPPER, claims_of
 from paper.statistics import cells_of, text_rows
-from utils import UserError, table
+from utils import table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,37 +38,26 @@ RANKS = {
 
 
 def cpu_name():
-    """The processor's name as Linux tells it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    for line in lines:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    """The processor's name as Linux tells it, else its kind."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    match = re.search(r"model name\s*: (.+)", text)
+    return match[1] if match else platform.machine()
 
 
 def made_by(command, hardware=None):
     """What a result was made by: command, date, commit, hardware, versions."""
     import torch
 
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-    except OSError:  # There is no git here.
-        commit = ""
+    folder = shlex.quote(str(ROOT))
+    status, commit = subprocess.getstatusoutput(f"git -C {folder} rev-parse --short HEAD")
     cores = (
         f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     )
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "commit": commit or None,
+        "commit": None if status else commit,  # There may be no git here.
         "hardware": hardware or cores,
         "torch": torch.__version__,
     }
@@ -117,11 +107,3 @@ def without_flags(words, *flags):
         if flag not in flags:
             kept += group
     return kept
-
-
-def read_stored(name, reader):
-    """The entries of results/NAME.json; reader: the file that has a place for them."""
-    file = Path("results") / f"{name}.json"
-    if not file.exists():
-        raise UserError(f"{file}: missing; {reader} has a place for it")
-    return json.loads(file.read_text())

@@ -87,9 +87,9 @@ def test_files_stand_side_by_side(stored):
     [
         (
             "<!-- begin t e -->\n<!-- end t -->\n",
-            "docs/x.md: <!-- begin t e -->: t has no column",
+            "docs/x.md: <!-- begin t e -->: results/t.json has no column",
         ),
-        ("<!-- begin gone a -->\n<!-- end gone -->\n", "results/gone.json: missing"),
+        ("<!-- begin gone a -->\n<!-- end gone -->\n", "results/gone.json has no column"),
         ("<!-- begin t a -->\nold\n", "docs/x.md: a marker"),
         (
             "<!-- begin t a -->\n<!-- begin t b -->\n<!-- end t -->\n",
