@@ -260,16 +260,8 @@ def execute(args, methods, rankings=None, toy=None):
                 ]
             files[name].append(file)
     run_each(args, first)
-    budgets = {
-        f"seed-{seed}": file.parent for seed, file in enumerate(files.get(REFERENCE, ()))
-    }
-    run_each(
-        args,
-        {
-            file: shlex.join(
-                [*command, "--token-budget", budget_of(budgets[file.parent.name])]
-            )
-            for file, command in on_kept.items()
-        },
-    )
+    for file, command in on_kept.items():
+        reference = folder_of(args) / slug(REFERENCE) / file.parent.name
+        command += ["--token-budget", budget_of(reference)]
+    run_each(args, {file: shlex.join(command) for file, command in on_kept.items()})
     return {name: files[name] for name in (*methods, *(rankings or {}))}

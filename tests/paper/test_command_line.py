@@ -1,10 +1,10 @@
-"""The command line of `python -m paper`: what it refuses, and the command that it stores."""
+"""The command line of `python -m paper`: what it refuses."""
 
 import shlex
 
 import pytest
 
-from paper.__main__ import main, parse_args
+from paper.__main__ import main
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,6 @@ from paper.__main__ import main, parse_args
         ("qa", "list puzzles only"),
         ("winrate --scale small --prompts p.json", "--judge"),
         ("winrate --judge '--judge m'", "neither on the toy"),
-        ("examples --scale small", "name --prompts FILE"),
         ("selectors --faults 0.3", "the toy has faults of its own"),
         ("selectors --scale small --faults 1", "above 0 and below 1"),
         ("curated --keep-fraction 1", "must lie between 0 and 1"),
@@ -26,12 +25,3 @@ from paper.__main__ import main, parse_args
 def test_what_would_be_something_else_is_refused(words, what, here, refused):
     assert what in refused(lambda: main(shlex.split(words)))
     assert not (here / "runs").exists()
-
-
-def test_the_stored_command_gives_the_same_arguments_again():
-    words = ["winrate", "--scale", "small", "--data", "--model 'my model' --lower x"]
-    args = parse_args([*words, "--name", "mine", "--tokens", "16"])
-    python, flag, module, *again = shlex.split(args.command)
-    assert (python, flag, module) == ("python", "-m", "paper")
-    assert parse_args(again) == args
-    assert args.data == ["--model", "my model", "--lower", "x"]

@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -110,18 +109,6 @@ def test_the_command_writes_what_the_presets_read(
     )
     assert asked == ["rm-hh-rlhf"]
     assert "orca: no such recipe; there are" in refused(lambda: recipes.main(["orca"]))
-
-
-def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
-    asked = []
-
-    def download(hub, allow_patterns, **_):
-        asked.append((hub, *allow_patterns))
-        return str(copies / hub)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert len(read_jsonl(recipes.build("redorca", out=tmp_path))) == 56
-    assert asked == [recipes.RED_TEAM, recipes.SLIMORCA]
 
 
 def test_of_bad_sources_nothing_is_written(copies, tmp_path):
