@@ -32,8 +32,7 @@ def child(part, file):
     import torch
     import transformers
 
-    from benchmarks.measure import hardware
-    from runtime.processes import pick_device
+    from paper.results import hardware
 
     started = time.perf_counter()
     try:
@@ -44,7 +43,7 @@ def child(part, file):
     else:
         write_part(
             file,
-            hardware=hardware(pick_device()),
+            hardware=hardware(),
             torch=torch.__version__,
             transformers=transformers.__version__,
             seconds=round(time.perf_counter() - started, 2),

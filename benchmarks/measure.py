@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from paper.results import cpu_name, made_by
-from runtime.processes import pick_device
+from paper.results import hardware, made_by
 from utils import table, write_atomic
 
 
@@ -84,22 +83,17 @@ def peak_memory(call, device):
 # --- the result -----------------------------------------------------------------------------------
 
 
-def hardware(device):
-    """What ran: the GPU, or the CPU with the threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
 def store_and_print(args, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
-    machine = hardware(pick_device())
+    settings = {**settings, "threads": torch.get_num_threads()}
     words = [f"{key} {value}" for key, value in settings.items()]
-    print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
+    print(
+        f"{args.benchmark} on {hardware()}, torch {torch.__version__}, " + ", ".join(words)
+    )
     print(table(header, rows))
     if args.json:
         entries = {
-            **made_by(f"python -m benchmarks {args.words}", machine),
+            **made_by(f"python -m benchmarks {args.words}"),
             "benchmark": args.benchmark,
             "settings": settings,
             "results": results,

@@ -200,7 +200,7 @@ class Steps:
         """TRL's steps in the order in which `compare_steps` calls them: twice before round 0.
 
         Made by the first of them, so what it raises is that step's. It trains an adapter of its
-        own, because it casts that of a 4-bit model to bf16, in place.
+        own, so that nothing done to it reaches ours.
         """
         rows = [self.rows(turn) for turn in (0, 0, *range(len(self.batches)))]
         return TrainerSteps(

@@ -14,6 +14,11 @@ import subprocess
 from pathlib import Path
 
 import utils
+
+# ruff: isort: split
+import torch
+
+# ruff: isort: split
 from paper.claims import UPPER, claims_of
 from paper.statistics import cells_of, text_rows
 from utils import table
@@ -45,20 +50,24 @@ def cpu_name():
     return match[1] if match else platform.machine()
 
 
-def made_by(command, hardware=None):
-    """What a result was made by: command, date, commit, hardware, versions."""
-    import torch
-
-    folder = shlex.quote(str(ROOT))
-    status, commit = subprocess.getstatusoutput(f"git -C {folder} rev-parse --short HEAD")
-    cores = (
+def hardware():
+    """What runs here: the GPU, or the CPU with what it multiplies by."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return (
         f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     )
+
+
+def made_by(command):
+    """What a result was made by: command, date, commit, hardware, version of torch."""
+    folder = shlex.quote(str(ROOT))
+    status, commit = subprocess.getstatusoutput(f"git -C {folder} rev-parse --short HEAD")
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
         "commit": None if status else commit,  # There may be no git here.
-        "hardware": hardware or cores,
+        "hardware": hardware(),
         "torch": torch.__version__,
     }
 
