@@ -107,10 +107,14 @@ def check_out(args, *inputs):
 
 
 def open_rows(args):
-    """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed."""
+    """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed.
+
+    Rows that cannot be used are listed beside --out, in NAME.set_aside.jsonl.
+    """
     tokenizer = models.load_tokenizer(args.model)
     context = models.context_length(models.load_config(args.model))
     levels = sets.load_levels(args, tokenizer, context)
+    sets.write_set_aside(Path(args.out).with_suffix(".set_aside.jsonl"), levels.reports)
     for name in ("lower", "upper"):
         rows = getattr(levels, name)
         if rows is not None:
