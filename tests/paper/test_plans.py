@@ -83,7 +83,8 @@ def test_the_row_tests_read_the_two_sets_alone(here, capsys):
         *common,
         "runs/toy/joined/seed-0.kept.jsonl",
     ]
-    assert parse_command(lines[1])[1].lower == [f"{rows}/lower.jsonl"]
+    _, args = parse_command(lines[1])
+    assert names_of(args.lower) == [f"{rows}/lower.jsonl"]
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):
