@@ -18,7 +18,7 @@ import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
 from data.sets import each_row, first_places
-from data.tokens import LABELS, reads_back, response_text
+from data.tokens import LABELS, end_ids, reads_back, response_text
 from generate import generate, is_copy, repetition
 from ranking import KEY, behind_blank, blank_prompt
 from runtime.processes import rank, share_list
@@ -44,19 +44,16 @@ class Refined:
     refined_logp: float
 
 
-def end_tokens(rows, tokenizer, model):
-    """Tokens that end an answer: EOS, a chat's end of turn, and those of the model's own files.
+def end_tokens(tokenizer, template, model):
+    """Tokens that end an answer: the template's end of a turn, EOS, and those of the model's files.
 
-    The end of a turn is the last token of a complete row.
+    template: as `data.tokens.load_rows` takes it.
     """
-    ends = {tokenizer.eos_token_id}
+    ends = end_ids(tokenizer, template)
     config = models.bare(model).generation_config
     # Without a file transformers makes one up from config.json, whose defaults are no model's.
     if config.eos_token_id is not None and not config._from_model_config:
         ends |= set(torch.tensor(config.eos_token_id).flatten().tolist())
-    for place, (complete,) in enumerate(each_row(rows, "complete")):
-        if complete:  # one is enough: all rows have the same template
-            return ends | {rows[place]["input_ids"][-1]}
     return ends
 
 
@@ -118,12 +115,13 @@ def greedy(model, prompts, sampling, label):
     return share_list(write, prompts)
 
 
-def calibrate(model, held_out, sampling, blank):
+def calibrate(run, sampling, template, blank):
     """(threshold, false-replacement rate) from trusted held-out prompts; (None, None) for too few.
 
     One half of the prompts sets the threshold, the other half measures how often it would replace
     a trusted answer: on the rows that set it the rate is 5 % by construction.
     """
+    model, held_out = run.learner.model, run.rows.upper_heldout
     context = models.context_length(model.config)
     places = sorted(first_places(held_out["prompt_hash"][:]).values())  # each question once
     rows = []
@@ -132,19 +130,29 @@ def calibrate(model, held_out, sampling, blank):
             rows.append(row)
     if len(rows) < 2 * MIN_CALIBRATION:
         return None, None
-    prompts = [prompt_of(row) for row in rows]
-    trusted = [response_of(row) for row in rows]
-    written = greedy(model, prompts, sampling, "trusted prompts")
-    new = [tokens for tokens, _ in written]
-    margins = scores(model, prompts, new, blank) - scores(model, prompts, trusted, blank)
-    fine = [
-        well_formed(prompt, *answer)
-        for prompt, answer in zip(prompts, written, strict=True)
-    ]
+    written = greedy(model, [prompt_of(row) for row in rows], sampling, "trusted prompts")
+    margins, fine = compared(run, rows, written, template, blank)
     half = torch.arange(len(rows)) % 2 == 0
     threshold = max(0.0, torch.quantile(margins[half], QUANTILE).item())
     replaced = torch.tensor(fine) & (margins > threshold)
     return threshold, replaced[~half].double().mean().item()
+
+
+def compared(run, rows, written, template, blank):
+    """Margins s(new) - s(given answer) (n,), and whether each new answer is fit to be offered.
+
+    rows: n tokenised rows; written: [(tokens, complete)] of new answers to their prompts.
+    """
+    prompts = [prompt_of(row) for row in rows]
+    given = [response_of(row) for row in rows]
+    new = [tokens for tokens, _ in written]
+    model = run.learner.model
+    margins = scores(model, prompts, new, blank) - scores(model, prompts, given, blank)
+    fine = []
+    for prompt, (tokens, complete) in zip(prompts, written, strict=True):
+        fits = well_formed(prompt, tokens, complete)
+        fine.append(fits and reads_back(run.tokenizer, tokens, template))
+    return margins, fine
 
 
 def refine(run, rows, sampling, template):
@@ -155,22 +163,20 @@ def refine(run, rows, sampling, template):
     model = run.learner.model
     blank = blank_prompt(run.rows.lower)
     prompts = [prompt_of(row) for row in rows]
-    original = [response_of(row) for row in rows]
     written = greedy(model, prompts, sampling, "refining")
-    new = [tokens for tokens, _ in written]
-    threshold, false_rate = calibrate(model, run.rows.upper_heldout, sampling, blank)
-    margins = scores(model, prompts, new, blank) - scores(model, prompts, original, blank)
-    answered = [answer_row(prompt, y) for prompt, y in zip(prompts, new, strict=True)]
+    threshold, false_rate = calibrate(run, sampling, template, blank)
+    margins, fine = compared(run, rows, written, template, blank)
+    answered = []
+    for prompt, (tokens, _) in zip(prompts, written, strict=True):
+        answered.append(answer_row(prompt, tokens))
     losses, lengths = row_losses(model, answered)
-    logps = -(losses * lengths)
     refined = []
-    for i, (tokens, complete) in enumerate(written):
+    for i, (tokens, _) in enumerate(written):
         text = response_text(run.tokenizer, tokens, template)
-        fine = well_formed(prompts[i], tokens, complete)
-        fine = fine and reads_back(run.tokenizer, tokens, template)
         margin = margins[i].item()
-        choice = recommend(margin, threshold, fine)
-        refined.append(Refined(text, choice, margin, logps[i].item()))
+        choice = recommend(margin, threshold, fine[i])
+        logp = -(losses[i] * lengths[i]).item()
+        refined.append(Refined(text, choice, margin, logp))
     return refined, {
         "refined/threshold": threshold,
         "refined/false_replacement": false_rate,

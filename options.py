@@ -43,7 +43,6 @@ PRESETS = {
         "max_length": 128,
     },
 }
-SOURCES = ("lower", "upper", "upper_heldout", "lower_heldout")
 OF_BDS = (
     "rho_start",
     "rho_step",
@@ -52,6 +51,13 @@ OF_BDS = (
     "omega_loss",
     "correction",
 )
+
+
+class Sources(argparse.Action):
+    """One source is a string, several are a list."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -95,6 +101,27 @@ def add_arguments(parser):
         action="store_true",
         help="split the base over torchrun's processes, when it does not fit one GPU",
     )
+    add_step_arguments(parser)
+    add = parser.add_argument_group("run").add_argument
+    add(
+        "--preset",
+        choices=PRESETS,
+        help="the paper's published values; toy: for the embedded toy",
+    )
+    add("--out", default="runs/latest", help="run folder")
+    add("--seed", type=int, default=0, help="of every random draw")
+    add(
+        "--keep-fraction",
+        type=float,
+        default=0.8,
+        help="share of the lower rows marked kept",
+    )
+    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+
+
+def add_step_arguments(parser):
+    """What the steps of theta and omega are."""
     add = parser.add_argument_group("theta").add_argument
     add("--lr", type=float, default=2e-4, help="beta, step size of theta; published: 5e-6")
     add("--warmup", type=int, default=0, help="steps over which --lr grows from zero")
@@ -144,22 +171,6 @@ def add_arguments(parser):
         default=0.0,
         help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1",
     )
-    add = parser.add_argument_group("run").add_argument
-    add(
-        "--preset",
-        choices=PRESETS,
-        help="the paper's published values; toy: for the embedded toy",
-    )
-    add("--out", default="runs/latest", help="run folder")
-    add("--seed", type=int, default=0, help="of every random draw")
-    add(
-        "--keep-fraction",
-        type=float,
-        default=0.8,
-        help="share of the lower rows marked kept",
-    )
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
-    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
 
 
 def add_data_arguments(group):
@@ -174,7 +185,7 @@ def add_data_arguments(group):
         "lower-heldout": "clean rows of the lower level's kind, never trained on",
     }
     for name, text in helps.items():
-        add(f"--{name}", nargs="+", help=text)
+        add(f"--{name}", nargs="+", action=Sources, help=text)
     for level in ("lower", "upper"):
         add(
             f"--{level}-columns",
@@ -219,10 +230,6 @@ def parse(parser, argv, presets=PRESETS):
     if toy or first.preset:
         parser.set_defaults(**presets["toy" if toy else first.preset])
     args = parser.parse_args(argv)
-    for name in SOURCES:
-        value = getattr(args, name)
-        if isinstance(value, list) and len(value) == 1:
-            setattr(args, name, value[0])
     check_values(args)
     # Parsed onto None for every flag: what is not None then was given.
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))

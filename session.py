@@ -294,7 +294,7 @@ def enter_run(args, rows, learner, selector):
     }
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
     if processes.rank() == 0:
-        sets.write_set_aside(out, rows.reports)
+        sets.write_set_aside(out / "set_aside.jsonl", rows.reports)
     saved = folder.load_checkpoint(out, model)
     if saved is not None:
         selector.load_state_dict(saved["selector"])
@@ -336,7 +336,7 @@ def _before_training(args, model, file, resumed):
 # --- every step -----------------------------------------------------------------------------------
 
 
-def warm_up(args, learner, step):
+def set_rate(args, learner, step):
     """The learning rate of a step: from --lr / W to --lr over the W steps of --warmup."""
     share = min(1.0, (step + 1) / max(1, args.warmup))
     for optimizer in (learner.optimizer, learner.optimizer_hat):
@@ -360,14 +360,15 @@ def check_finite(step, norm, losses, lower, places):
     )
 
 
-def loss_metrics(rho, upper, weighted):
-    """What the log says of a step: upper losses (B_up,), and lower ones times their weights."""
-    upper_loss = upper.mean().item() if len(upper) else None
+def loss_metrics(rho, losses, weighted):
+    """What the log says of a step, from its `StepLosses` and W L of its lower rows (B_low,)."""
+    upper_loss = losses.upper.mean().item() if len(losses.upper) else None
     lower_loss = weighted.mean().item()
     return {
         "upper_loss": upper_loss,
         "lower_loss": lower_loss,
         "loss": rho * lower_loss + (1 - rho) * (upper_loss or 0.0),
+        "grad_norm": losses.norm.item(),
     }
 
 
@@ -495,7 +496,19 @@ def save_ranking(run, judged, keep_fraction):
         )
     if processes.rank() == 0:
         write_shown(run.out, lower, ranks)
+    print_sources(lower["source"][:], kept, judged.columns["weight"])
     return {"rank": ranks, "kept": kept, **judged.columns}
+
+
+def print_sources(sources, kept, weights):
+    """Rows, kept share and mean weight of each source, where there are several."""
+    lines = []
+    for source in dict.fromkeys(sources):
+        rows = torch.tensor([name == source for name in sources])
+        share = kept[rows].double().mean().item()
+        lines.append([source, int(rows.sum()), share, weights[rows].mean().item()])
+    if len(lines) > 1:
+        print(table(["source", "rows", "kept", "mean weight"], lines))
 
 
 def write_shown(out, lower, ranks):
@@ -547,15 +560,16 @@ def adapter_card(args, result):
         "",
         f"# LoRA adapter, trained with --method {args.method}",
         "",
-        f"- Base model: {args.model}",
-        f"- Noisy rows: {args.lower}",
-        f"- Trusted rows: {args.upper}",
-        f"- Command: `{command_of(args)}`",
+        "The base model, the data and all settings stand in the command:",
+        "",
+        f"    {command_of(args)}",
         "",
         "| figure | value |",
         "|---|---|",
     ]
-    lines += [f"| {name} | {value} |" for name, value in headline(result).items()]
+    for name, value in headline(result).items():
+        shown = f"{value:.4f}" if isinstance(value, float) else value
+        lines.append(f"| {name} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -179,7 +179,7 @@ def train(args, run):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
-        session.warm_up(args, learner, step)
+        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.lower, rows.lower, places)
 
@@ -198,8 +198,7 @@ def train(args, run):
             selector.step(places, costs, gamma)
 
         # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.lower)
-        metrics["grad_norm"] = losses.norm.item()
+        metrics |= session.loss_metrics(rho, losses, weights * losses.lower)
         metrics["tokens"] = batches.count_tokens(
             lower_batch + batches.sequences(upper_batch)
         )

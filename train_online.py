@@ -11,7 +11,7 @@ answers count by their importance ratio r:
     theta <- theta - beta  ( grad L_val + gamma_k mean_i W_i(omega) (1/G) sum_g r^g grad L_{i,g} )
     omega <- omega - alpha gamma_k grad_omega mean_i W_i(omega) (1/G) sum_g L_{i,g}(theta^{k+1})
 
-Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold here too. More:
+Rows that are not masked train as in train_offline.py. Deviations 1-7 stand there and hold here too:
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
@@ -22,10 +22,12 @@ Rows that are not masked train as in train_offline.py, whose deviations 1-7 hold
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
     permutations are seeded in between, so the others would be overwritten unread.
 12. The dynamic mask is the bottom R of the weights at each refresh; at the first step a random one.
-13. theta_hat of `--correction` descends the lower loss with r = 1; answers' weights are theta's.
-14. `--refine drop` is the control: the same mask, no answers, no lower loss of masked rows. Sampled
-    at temperature 1 with a summed loss, the expected ratio-weighted gradient is exactly zero: part
-    of what generation gains may simply be that the bad answers are gone, and `drop` shows how much.
+13. theta_hat of `--correction` descends the same lower loss with r = 1: the ratio of an answer is
+    one of the model that wrote it, and that is theta.
+14. `--refine drop` is the control: the same mask, no answers in training, no lower loss of masked
+    rows. Sampled at temperature 1 with a summed loss, the expected ratio-weighted gradient is
+    exactly zero: part of what generation gains may simply be that the bad answers are gone, and
+    `drop` shows how much.
 15. omega judges a masked row's new answers. In the ranking at the end its original counts by the
     implicit weight (Eq. explicit_data_logit) at the final model, among the masked rows.
 16. Beyond the paper: `--mask FILE` masks the rows that a ranking does not keep.
@@ -157,8 +159,9 @@ def plan_masks(args, plan, lower):
         num_masked = int(given.sum())
     if num_masked == 0 or args.first_refresh >= plan.total_steps:
         raise UserError(
-            f"--ratio-masked {args.ratio_masked} of {plan.num_rows} rows, --first-refresh "
-            f"{args.first_refresh} of {plan.total_steps} steps: no row would ever be masked"
+            f"--mask {args.mask}, --ratio-masked {args.ratio_masked} of {plan.num_rows} rows, "
+            f"--first-refresh {args.first_refresh} of {plan.total_steps} steps: no row would ever "
+            "be masked"
         )
     steps_left = plan.total_steps - 1 - args.first_refresh
     last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
@@ -187,6 +190,10 @@ class Answers:
     old_logps: torch.Tensor | None = None
     step: int | None = None
 
+    @property
+    def is_generated(self):
+        return self.old_logps is not None
+
 
 def new_mask(masking, logits, before, seed, refresh):
     """Line 3: I_M (N,) bool. Static: drawn once; dynamic: the bottom R of the weights now."""
@@ -213,15 +220,16 @@ def answer(model, prompts, names, step, num_answers, sampling):
             repeated.append(prompt)
             seeds.append(f"{name} {g}")
 
-    def write(prompts, seeds):
+    def write(share, seeds_of_share):
         label = f"answers of step {step}"
-        return generate(model, prompts, seeds, label=label, **sampling)
+        return generate(model, share, seeds_of_share, label=label, **sampling)
 
-    written = share_list(write, repeated, seeds)
+    written = share_list(write, repeated, seeds)  # each process writes a share of them
     rows = []
     for prompt, (tokens, _) in zip(repeated, written, strict=True):
         rows.append(batches.answer_row(prompt, tokens))
     losses, lengths = batches.row_losses(model, rows, label="scoring answers")
+    # A mean over tokens times their number is the sum; float64 is what a checkpoint keeps.
     old_logps = (-losses.double() * lengths).view(-1, num_answers)
     answers = []
     for i in range(len(prompts)):
@@ -260,13 +268,13 @@ def step_answers(rows, places, mask, buffer, refine):
 # --- lines 9-13: the lower loss of originals and answers ------------------------------------------
 
 
-def answer_weights(kind, logps, old_logps):
+def answer_weights(ratio, logps, old_logps):
     """r^g of answers (n, G), given log-probs now and at generation (Corollary importance_ratio).
 
-    All (n, G), sums over tokens in nats. Also counts the clamped ones. `lambda` is G lambda (Lemma
-    implicit_BMO), so that both have mean about one.
+    All (n, G), sums over tokens in nats; the result carries no gradient. Also counts the clamped
+    ones. `lambda` is G lambda (Lemma implicit_BMO), so that both have mean about one.
     """
-    if kind == "lambda":
+    if ratio == "lambda":
         return bmo_weights.response_weights(logps.detach()) * logps.shape[1], 0
     num_clamped = int(bmo_weights.clamped(logps, old_logps).sum())
     return bmo_weights.importance_ratio(logps, old_logps), num_clamped
@@ -283,10 +291,10 @@ class LowerTerms:
     num_clamped: int
 
 
-def lower_terms(questions, logps, lengths, kind):
+def lower_terms(questions, logps, lengths, ratio):
     """`LowerTerms` of questions, a list of n `Answers`.
 
-    logps, lengths (sum of G,): of their rows, in order; kind: see `answer_weights`, None for r = 1.
+    logps, lengths (sum of G,): of their rows, in order. ratio: see `answer_weights`; None: r = 1.
     """
     losses = -logps / lengths  # Eq. SFT_def, deviation 1
     sizes = [len(answers.rows) for answers in questions]
@@ -294,14 +302,14 @@ def lower_terms(questions, logps, lengths, kind):
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     weights = torch.ones_like(losses.detach())
     ratios, num_clamped = None, 0
-    generated = [answers for answers in questions if answers.old_logps is not None]
-    if generated and kind is not None:
-        is_new = torch.tensor([answers.old_logps is not None for answers in questions])
-        new_rows = is_new.to(losses.device)[owner]
+    generated = [answers for answers in questions if answers.is_generated]
+    if generated and ratio is not None:
+        is_generated = torch.tensor([answers.is_generated for answers in questions])
+        generated_rows = is_generated.to(losses.device)[owner]
         old_logps = torch.stack([answers.old_logps for answers in generated]).to(logps)
-        new_logps = logps[new_rows].view(old_logps.shape)
-        ratios, num_clamped = answer_weights(kind, new_logps, old_logps)
-        weights[new_rows] = ratios.flatten()
+        logps_now = logps[generated_rows].view(old_logps.shape)
+        ratios, num_clamped = answer_weights(ratio, logps_now, old_logps)
+        weights[generated_rows] = ratios.flatten()
 
     def mean(values):  # (1/G) sum_g, a question
         sums = values.new_zeros(len(questions)).index_add(0, owner, values)
@@ -330,19 +338,22 @@ def descend(
     *,
     clip,
     micro_batch,
-    kind=None,
+    ratio=None,
     reference=None,
 ):
     """One step of `parameters` on (1 - rho) L_val + rho mean_i W_i (1/G) sum_g r^g L_{i,g}.
 
-    As in train_offline.py, but lower_batch holds one `Answers` a row, without rows for a dropped
-    one; kind: see `answer_weights`. Returns `OnlineLosses`.
+    With rho = gamma / (1 + gamma) that is the paper's step times 1 - rho. As in train_offline.py,
+    but lower_batch holds one `Answers` a row, without rows for a dropped one, which still counts in
+    the mean over i; weights (B_low,) W are detached; ratio: see `answer_weights`. Returns
+    `OnlineLosses`.
     """
+    # Each process fills the places of its rows; `all_sum` adds up what all have, in place.
     upper_all = weights.new_zeros(len(upper_batch))
     lower_all = weights.new_zeros(len(lower_batch))
     weighted_all = torch.zeros_like(lower_all)
-    groups = [len(a.rows) for a in lower_batch if a.old_logps is not None]  # G each
-    ratios = weights.new_zeros(len(lower_batch), max(groups, default=1))
+    num_answers = max((len(a.rows) for a in lower_batch if a.is_generated), default=1)
+    ratios = weights.new_zeros(len(lower_batch), num_answers)
     num_clamped = torch.tensor(0)
     upper_rows = [batches.sequences([row]) for row in upper_batch]
     lower_rows = [answers.rows for answers in lower_batch]
@@ -350,13 +361,14 @@ def descend(
         upper_rows, lower_rows, micro_batch, models.is_sharded(model)
     )
     for up, low, rows in forwards:
+        # rows: those of `up`, those of `low`, then perhaps filler, see `batches.micro_batches`.
         logps, lengths = sequence_logprobs(model, pack(rows, model.device))
         count = sum(len(upper_rows[i]) for i in up)
         end = count + sum(len(lower_rows[i]) for i in low)
         margins = None if reference is None else reference[up]
         upper = upper_losses(logps[:count], lengths[:count], margins)
         questions = [lower_batch[i] for i in low]
-        terms = lower_terms(questions, logps[count:end], lengths[count:end], kind)
+        terms = lower_terms(questions, logps[count:end], lengths[count:end], ratio)
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
         loss = rho * (weights[low] * terms.weighted).sum() / len(lower_batch)
         if upper_batch:
@@ -366,25 +378,28 @@ def descend(
         lower_all[low] = terms.plain
         weighted_all[low] = terms.weighted.detach()
         if terms.ratios is not None:
-            written = [i for i in low if lower_batch[i].old_logps is not None]
-            ratios[written] = terms.ratios.to(ratios)
+            generated = [i for i in low if lower_batch[i].is_generated]
+            ratios[generated] = terms.ratios.to(ratios)
             num_clamped += terms.num_clamped
-    norm = models.update(parameters, optimizer, clip)
+    norm = models.update(parameters, optimizer, clip)  # sums the gradients of all processes
     for values in (upper_all, lower_all, weighted_all, ratios, num_clamped):
         all_sum(values)
-    written = [
-        kind is not None and answers.old_logps is not None for answers in lower_batch
-    ]
+    has_ratio = [ratio is not None and answers.is_generated for answers in lower_batch]
     return OnlineLosses(
-        upper_all, lower_all, norm, weighted_all, ratios[written], num_clamped.item()
+        upper=upper_all,
+        lower=lower_all,
+        norm=norm,
+        weighted=weighted_all,
+        ratios=ratios[has_ratio],
+        num_clamped=num_clamped.item(),
     )
 
 
-# --- line 14: C of omega's step -------------------------------------------------------------------
+# --- line 14: C of omega's step, and what the log says --------------------------------------------
 
 
-def row_losses(model, lower_batch):
-    """(1/G) sum_g L_{i,g}, no gradient, no ratio (C_omega): [(B_low,)]; 0 for a dropped row."""
+def answer_losses(model, lower_batch):
+    """(1/G) sum_g L_{i,g}, no gradient, no ratio (C_omega), (B_low,); 0 for a dropped row."""
     rows = []
     for answers in lower_batch:
         rows += answers.rows
@@ -392,7 +407,7 @@ def row_losses(model, lower_batch):
     means = []
     for group in losses.split([len(answers.rows) for answers in lower_batch]):
         means.append(group.mean() if len(group) else losses.new_zeros(()))
-    return [torch.stack(means)]
+    return torch.stack(means)
 
 
 def answer_step_metrics(losses, masked, present):
@@ -415,12 +430,15 @@ def answer_step_metrics(losses, masked, present):
     }
 
 
+# --- the loop -------------------------------------------------------------------------------------
+
+
 def sampling_options(args, run):
     """What `generate` needs beside model, prompts and seeds."""
     return {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
-        "end_ids": curate.end_tokens(run.rows.lower, run.tokenizer, run.learner.model),
+        "end_ids": curate.end_tokens(run.tokenizer, args.template, run.learner.model),
         "batch_size": args.generation_batch,
     }
 
@@ -435,8 +453,8 @@ def train(args, run, masking):
     upper = Upper(rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     sampling = sampling_options(args, run)
-    kind = {"kind": args.ratio, **limits}
-    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **kind)
+    of_theta = {"ratio": args.ratio, **limits}
+    descend_theta = partial(descend, model, learner.theta, learner.optimizer, **of_theta)
     descend_hat = partial(
         descend, model, learner.theta_hat, learner.optimizer_hat, **limits
     )
@@ -450,10 +468,10 @@ def train(args, run, masking):
         metrics = {"step": step, "epoch": epoch, "rho": rho}
 
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
-        number, since = divmod(step - args.first_refresh, args.k_gen)
-        if since == 0 and number >= 0:
+        refresh, since = divmod(step - args.first_refresh, args.k_gen)
+        if since == 0 and refresh >= 0:  # negative before the first one
             before = mask
-            mask = new_mask(masking, selector.logits, before, args.seed, number)
+            mask = new_mask(masking, selector.logits, before, args.seed, refresh)
             metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
             buffer = {}
             if args.refine == "generate":
@@ -461,9 +479,10 @@ def train(args, run, masking):
                 coming = batches.coming_rows(
                     plan.num_rows, args.batch, args.seed, step, last
                 )
-                coming = [place for place in coming if mask[place]]  # deviation 11
+                # Each row once, and masked ones alone: deviation 11.
+                coming = [place for place in coming if mask[place]]
                 row_ids = rows.lower.select(coming)["row_id"][:]
-                names = [f"{args.seed} {number} {row_id}" for row_id in row_ids]
+                names = [f"{args.seed} {refresh} {row_id}" for row_id in row_ids]
                 prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
                 answers, written = answer(
                     model, prompts, names, step, args.num_answers, sampling
@@ -481,29 +500,29 @@ def train(args, run, masking):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
-        session.warm_up(args, learner, step)
+        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
         # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
-        if present.any():  # a dropped row has no loss; the others keep their share 1 / B
+        if present.any():  # a dropped row has no loss, and the rest keep their share 1 / B
             costs = losses.lower
             if at_next:
-                costs = row_losses(model, lower_batch)[0]
+                costs = answer_losses(model, lower_batch)
             if args.correction:  # deviations 7 and 13
                 with models.adapter(model, "theta_hat"):
-                    twin = descend_hat([], lower_batch, weights, 1.0)
-                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                    twin = descend_hat([], lower_batch, weights, rho=1.0)
+                    attained = answer_losses(model, lower_batch) if at_next else twin.lower
                 session.check_finite(step, twin.norm, attained, rows.lower, places)
                 costs = costs - args.correction * attained.to(costs)
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
+            # The step divides by the present rows alone.
             share = present.sum().item() / len(present)
             selector.step(places[present], costs.cpu()[present], gamma * share)
 
         # --- log, evaluate, save ------------------------------------------------------------------
-        metrics |= session.loss_metrics(rho, losses.upper, weights * losses.weighted)
+        metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
-        metrics["grad_norm"] = losses.norm.item()
         lower_batch = [row for answers in lower_batch for row in answers.rows]
         metrics["tokens"] = batches.count_tokens(
             lower_batch + batches.sequences(upper_batch)
@@ -537,7 +556,7 @@ def restore(saved, masking, num_rows):
 
 
 def finish(args, run, masking, mask, buffer, num_written):
-    """Every lower row ranked, masked questions answered again, the adapter. Returns the result."""
+    """Every lower row ranked, the last R answered once more, the adapter. Returns the result."""
     lower = run.rows.lower
     judged = session.judge_lower(args, run)
     omega = run.selector.logits.cpu()
@@ -551,19 +570,21 @@ def finish(args, run, masking, mask, buffer, num_written):
     ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(lower, judged.scores)
-    if not mask.all():  # omega alone has judged the originals of the other rows
-        rows = (~mask).nonzero().flatten()
-        unmasked = {
-            f"{name}_unmasked": values[rows] for name, values in judged.scores.items()
-        }
-        labels |= ranking.label_metrics(lower.select(rows.tolist()), unmasked)
-    bottom = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
+    if (
+        not mask.all()
+    ):  # once more over unmasked rows, whose scores are omega and nothing else
+        places = (~mask).nonzero().flatten()
+        unmasked = {}
+        for name, values in judged.scores.items():
+            unmasked[f"{name}_unmasked"] = values[places]
+        labels |= ranking.label_metrics(lower.select(places.tolist()), unmasked)
+    to_answer = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
     if masking.given is not None:
-        bottom = masking.given
-    places = bottom.nonzero().flatten().tolist()
+        to_answer = masking.given
+    places = to_answer.nonzero().flatten().tolist()
     columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
     sampling = sampling_options(args, run)
-    result["answers_generated"] = num_written
+    result["answers_generated"] = num_written  # in training; the last ones are not counted
     result |= curate.curated_set(run, places, buffer, columns, sampling, args.template)
     return session.save_and_print(args, run, result, labels, judged.scores)
 

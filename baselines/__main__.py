@@ -19,16 +19,7 @@ SIZES_OF_LESS = ["epochs", "batch", "micro_batch", "lora_rank", "lora_alpha"]
 
 
 def add_settings(parser):
-    """The settings of the methods that have some, published values in brackets."""
-    add = parser.add_argument_group("dsir").add_argument
-    add(
-        "--dsir-buckets",
-        type=int,
-        default=10_000,
-        help="hash buckets of the n-grams (10,000)",
-    )
-    add("--dsir-min-words", type=int, default=0, help="shorter rows come last (100)")
-    add("--dsir-no-noise", action="store_true", help="the largest weights, not a sample")
+    """The settings of LESS, published values in brackets."""
     add = parser.add_argument_group("less").add_argument
     add(
         "--warmup-fraction",
@@ -57,18 +48,6 @@ def add_settings(parser):
     )
     add("--lora-rank", type=int, default=128, help="(128)")
     add("--lora-alpha", type=int, default=512, help="(512)")
-    add(
-        "--upper-groups",
-        action="store_true",
-        help="best over groups of upper rows: each value of their column kind is a group",
-    )
-    add = parser.add_argument_group("ifd").add_argument
-    add(
-        "--ifd-order",
-        choices=("aligned", "hard"),
-        default="aligned",
-        help="low is best, or the published order: highest below 1 first",
-    )
 
 
 def parse_args(argv=None):
@@ -82,7 +61,7 @@ def parse_args(argv=None):
     args = shared.read_arguments(parser, argv)
     if args.upper is None and args.method in NEEDS_UPPER:
         raise UserError(f"--upper is missing; {args.method} needs trusted rows")
-    options.at_least_one(args, "dsir_buckets", *SIZES_OF_LESS)
+    options.at_least_one(args, *SIZES_OF_LESS)
     shared.check_out(args)
     return args
 
@@ -95,8 +74,7 @@ def score_rows(args, levels):
     if args.method == "length":
         return {"score": scores.length_scores(lower)}
     if args.method == "dsir":
-        noise_seed = None if args.dsir_no_noise else args.seed
-        return dsir_scores(lower, upper, args.dsir_buckets, args.dsir_min_words, noise_seed)
+        return dsir_scores(lower, upper, args.seed)
     model = shared.open_model(args)
     if args.method == "less":
         return {"score": run_less(args, model, levels)}
@@ -104,7 +82,8 @@ def score_rows(args, levels):
         return rds_scores(model, lower, upper)
     if args.method == "loss":
         return {"score": scores.loss_scores(model, lower)}
-    return scores.ifd_scores(scores.ifd_ratios(model, lower), args.ifd_order)
+    ratios = scores.ifd_ratios(model, lower)
+    return {"score": -ratios, "ifd": ratios}
 
 
 def main(argv=None):

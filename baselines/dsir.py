@@ -6,7 +6,7 @@ A row contributes its prompt, a newline and its response, no template. The log w
 the authors' package (data-selection 1.0.3). Deviations:
 
  1. No short row is dropped; the package drops rows under 100 words, which is most of an instruction
-    set (`--dsir-min-words`).
+    set.
  2. The noise is seeded.
  3. p_lower is fitted on all rows, where the package stops after 100,000 n-grams a bucket.
 """
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from data.sets import each_row
 
 WORDS = re.compile(r"\w+|[^\w\s]+")  # NLTK's WordPunctTokenizer
+NUM_BUCKETS = 10_000
 NGRAMS_REMEMBERED = 2**22  # memory stays bounded on sets of any size
 
 
@@ -54,30 +55,27 @@ class RowTexts:
             yield f"{prompt}\n{response}"
 
 
-def log_probabilities(texts, num_buckets):
-    """log (share + 1e-8) of the buckets among the n-grams of all texts, (num_buckets,)."""
-    counts = np.zeros(num_buckets)
+def log_probabilities(texts):
+    """log (share + 1e-8) of the buckets among the n-grams of all texts, (NUM_BUCKETS,)."""
+    counts = np.zeros(NUM_BUCKETS)
     for text in tqdm(texts, desc="dsir: n-grams", unit=" rows", mininterval=1):
-        buckets, _ = ngram_buckets(text, num_buckets)
+        buckets, _ = ngram_buckets(text, NUM_BUCKETS)
         np.add.at(counts, buckets, 1)
     return np.log(counts / counts.sum() + 1e-8)
 
 
-def dsir_log_weights(lower, upper, num_buckets=10_000):
+def dsir_log_weights(lower, upper):
     """log importance weight of every lower text, log p_upper(text) - log p_lower(text), in nats.
 
-    lower, upper: collections of texts. Returns (log weights (N,) float64, words (N,) int64). A sum
-    over the n-grams of a text, not divided by its length.
+    lower, upper: collections of texts. Returns (N,) float64: a sum over the n-grams of a text, not
+    divided by its length.
     """
-    difference = log_probabilities(upper, num_buckets) - log_probabilities(
-        lower, num_buckets
-    )
-    weights, counts = [], []
+    difference = log_probabilities(upper) - log_probabilities(lower)
+    weights = []
     for text in tqdm(lower, desc="dsir: weights", unit=" rows", mininterval=1):
-        buckets, words = ngram_buckets(text, num_buckets)
+        buckets, words = ngram_buckets(text, NUM_BUCKETS)
         weights.append(difference[buckets].cumsum()[-1] if words else 0.0)
-        counts.append(words)
-    return np.array(weights), np.array(counts)
+    return np.array(weights)
 
 
 def gumbel(num_rows, seed):
@@ -85,15 +83,8 @@ def gumbel(num_rows, seed):
     return np.random.default_rng(seed).gumbel(size=num_rows)
 
 
-def dsir_scores(lower, upper, num_buckets, min_words, seed):
-    """{"score", "log_weight": (N,) float64} of the lower rows.
-
-    score: log weight plus Gumbel noise, None as the seed for none; rows under `min_words` words
-    come last.
-    """
-    weights, words = dsir_log_weights(RowTexts(lower), RowTexts(upper), num_buckets)
-    scores = weights
-    if seed is not None:
-        scores = scores + gumbel(len(lower), seed)
-    scores = np.where(words >= min_words, scores, scores - 1e9)
+def dsir_scores(lower, upper, seed):
+    """{"score": the log weight plus seeded Gumbel noise, "log_weight"}, (N,) float64 each."""
+    weights = dsir_log_weights(RowTexts(lower), RowTexts(upper))
+    scores = weights + gumbel(len(lower), seed)
     return {"score": torch.from_numpy(scores), "log_weight": torch.from_numpy(weights)}

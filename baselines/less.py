@@ -8,14 +8,14 @@ Deviations, each with its reason:
  4. Gradients are not projected. The authors store a projection of every row's, to use it again for
     other upper rows. Here each is compared as it comes with the mean of the upper rows' unit
     gradients, which is all that the score needs. Exact, and of a checkpoint the disk holds 3 P
-    numbers and one for each row and group.
+    numbers and one for each row.
+ 5. The upper rows are one group, where the authors take the best over the subtasks of their set.
 
 OUT.less holds the warm-up's checkpoints and what each says of the lower rows: a killed run goes on
 from the last of these.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ import utils
 from data import sets
 from logprobs import pack, sequence_logprobs
 from runtime import folder
-from utils import UserError
 
 SETTINGS = [
     "seed",
@@ -64,7 +63,8 @@ def row_gradients(model, theta, rows):
     Rows are packed. With X_i the inputs of a LoRA layer s B A that belong to row i, and G_i the
     gradients of its outputs: dL_i/dB = s G_i^T (X_i A^T), dL_i/dA = s (G_i B)^T X_i.
     """
-    inputs, outputs = {}, {}
+    inputs = {}
+    outputs = {}
 
     def watch(layer, arguments, output):
         if layer not in outputs:  # not again when a checkpointed forward is repeated
@@ -91,8 +91,8 @@ def row_gradients(model, theta, rows):
         a = layer.lora_A["default"].weight
         b = layer.lora_B["default"].weight
         x = inputs[layer][index].to(a.dtype)
-        g = (gradient[0][index] * inside[:, :, None]).to(a.dtype)
-        g = g * layer.scaling["default"]
+        g = gradient[0][index] * inside[:, :, None]
+        g = g.to(a.dtype) * layer.scaling["default"]
         by_parameter[a] = (g @ b).transpose(1, 2) @ x
         by_parameter[b] = g.transpose(1, 2) @ (x @ a.T)
     return torch.cat([by_parameter[p].detach().flatten(1) for p in theta], dim=1)
@@ -103,10 +103,10 @@ def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
 
     adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows.
     """
-    for start in tqdm(
-        range(0, len(rows), micro_batch), desc=f"less: {label}", mininterval=1
-    ):
-        block = batches.take(rows, range(start, min(start + micro_batch, len(rows))))
+    starts = range(0, len(rows), micro_batch)
+    for start in tqdm(starts, desc=f"less: {label}", mininterval=1):
+        stop = min(start + micro_batch, len(rows))
+        block = batches.take(rows, range(start, stop))
         vectors = row_gradients(model, theta, block)
         if adam is not None:
             vectors = adam_direction(vectors, *adam)
@@ -117,47 +117,36 @@ def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
 # --- warm-up --------------------------------------------------------------------------------------
 
 
-@dataclass
-class WarmUp:
-    """How the adapter is trained: on a share of the rows, batch a step, micro_batch a forward."""
-
-    fraction: float
-    epochs: int
-    batch: int
-    micro_batch: int
-    lr: float
-    seed: int
-
-
-def warm_up(model, theta, rows, work, settings):
+def train_warm_up(args, model, theta, rows, work):
     """Train the adapter on a random share of the rows; one checkpoint an epoch, in `work`.
 
     Returns the files. A checkpoint is theta, m, v, each (P,), and lr, the epoch's mean learning
     rate. All are taken as they are when none is missing, else the warm-up starts anew: the caller
     has checked that they come from the same arguments.
     """
-    files = [work / f"warmup_{epoch}.safetensors" for epoch in range(settings.epochs)]
+    files = [work / f"warmup_{epoch}.safetensors" for epoch in range(args.epochs)]
     if all(file.exists() for file in files):
         return files
-    count = max(1, round(settings.fraction * len(rows)))
-    chosen = batches.permutation(len(rows), settings.seed, 0, stream=4)[:count]
-    steps = math.ceil(count / settings.batch)
-    total = steps * settings.epochs
+    count = max(1, round(args.warmup_fraction * len(rows)))
+    chosen = batches.permutation(len(rows), args.seed, 0, stream=4)[:count]
+    steps = math.ceil(count / args.batch)
+    total = steps * args.epochs
     rising = math.ceil(0.03 * total)
     print(
-        f"warm-up: {count} of {len(rows)} rows, {steps} steps of {settings.batch} rows an epoch, "
-        f"x {settings.epochs} epochs = {total}"
+        f"warm-up: {count} of {len(rows)} rows, {steps} steps of {args.batch} rows an epoch, "
+        f"x {args.epochs} epochs = {total}"
     )
-    optimizer = torch.optim.Adam(theta, lr=settings.lr)
+    optimizer = torch.optim.Adam(theta, lr=args.lr)
     for epoch, file in enumerate(files):
-        order = chosen[batches.permutation(count, settings.seed, epoch, stream=5)]
+        order = chosen[batches.permutation(count, args.seed, epoch, stream=5)]
         rates = []
         for k in tqdm(range(steps), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"):
             step = epoch * steps + k
             falling = (total - step) / max(1, total - rising)
-            rates.append(settings.lr * min((step + 1) / (rising + 1), falling))
+            growing = (step + 1) / (rising + 1)
+            rates.append(args.lr * min(growing, falling))
             optimizer.param_groups[0]["lr"] = rates[-1]
-            members = batches.take(rows, order[k * settings.batch :][: settings.batch])
+            members = batches.take(rows, order[k * args.batch :][: args.batch])
             train_offline.descend(
                 model,
                 theta,
@@ -167,7 +156,7 @@ def warm_up(model, theta, rows, work, settings):
                 theta[0].new_ones(len(members)),
                 1.0,
                 clip=1.0,
-                micro_batch=settings.micro_batch,
+                micro_batch=args.micro_batch,
             )
         utils.write_atomic(file, save(checkpoint(theta, optimizer, rates)))
     return files
@@ -176,10 +165,13 @@ def warm_up(model, theta, rows, work, settings):
 def checkpoint(theta, optimizer, rates):
     """{theta, m, v: (P,), lr: (1,)} after an epoch of these learning rates."""
     states = [optimizer.state[parameter] for parameter in theta]
+    weights = [parameter.detach().flatten() for parameter in theta]
+    m = [state["exp_avg"].flatten() for state in states]
+    v = [state["exp_avg_sq"].flatten() for state in states]
     return {
-        "theta": torch.cat([parameter.detach().flatten() for parameter in theta]).cpu(),
-        "m": torch.cat([state["exp_avg"].flatten() for state in states]).cpu(),
-        "v": torch.cat([state["exp_avg_sq"].flatten() for state in states]).cpu(),
+        "theta": torch.cat(weights).cpu(),
+        "m": torch.cat(m).cpu(),
+        "v": torch.cat(v).cpu(),
         "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64),
     }
 
@@ -187,71 +179,53 @@ def checkpoint(theta, optimizer, rates):
 # --- scores ---------------------------------------------------------------------------------------
 
 
-def group_shares(groups):
-    """(J, M) float64: the share of each of M upper rows in the mean of its group, else 0."""
-    names = sorted(set(groups))
-    member = torch.tensor([[group == name for group in groups] for name in names])
-    return member.double() / member.sum(dim=1, keepdim=True)
+def cosines_at(model, theta, rows, state, micro_batch):
+    """<Gamma(z) / |Gamma(z)|, d> of every lower row z at one checkpoint, (N,) float64.
 
-
-def cosines_at(model, theta, rows, shares, state, micro_batch):
-    """<Gamma(z) / |Gamma(z)|, d_j> of every lower row z at one checkpoint, (N, J) float64.
-
-    rows: (lower, upper); d_j = sum_{z'} shares[j, z'] g(z') / |g(z')|; state: of `checkpoint`.
+    rows: (lower, upper); d = mean_{z'} g(z') / |g(z')|; state: of `checkpoint`.
     """
     lower, upper = rows
     torch.nn.utils.vector_to_parameters(state["theta"].to(model.device), theta)
-    direction = torch.zeros(
-        len(shares), len(state["theta"]), dtype=theta[0].dtype, device=model.device
-    )
-    shares = shares.to(direction)
-    done = 0
+    direction = torch.zeros(len(state["theta"]), dtype=theta[0].dtype, device=model.device)
     for vectors in unit_gradients(model, theta, upper, micro_batch, "upper rows"):
-        direction += shares[:, done : done + len(vectors)] @ vectors
-        done += len(vectors)
-    adam = state["m"].to(model.device), state["v"].to(model.device)
+        direction += vectors.sum(dim=0)
+    direction /= len(upper)
+    m = state["m"].to(model.device)
+    v = state["v"].to(model.device)
     cosines = []
-    for vectors in unit_gradients(model, theta, lower, micro_batch, "lower rows", adam):
-        cosines.append((vectors @ direction.T).double().cpu())
+    for vectors in unit_gradients(model, theta, lower, micro_batch, "lower rows", (m, v)):
+        products = vectors @ direction
+        cosines.append(products.double().cpu())
     return torch.cat(cosines)
 
 
-def less_scores(model, theta, rows, groups, files, micro_batch):
-    """LESS: s(z) = max over groups j of mean over upper rows z' in j of sum_i w_i cos_i(z, z').
+def less_scores(model, theta, rows, files, micro_batch):
+    """LESS: s(z) = mean over upper rows z' of sum_i w_i cos_i(z, z').
 
     cos_i(z, z') = <Gamma_i(z), g_i(z')> of the unit vectors at checkpoint i: Adam's step on the
     lower row z against the plain gradient of the upper row z'. w_i is the epoch's mean learning
-    rate, normalised to sum one. rows: (lower, upper); groups: a name for each upper row; files: the
-    checkpoints of `warm_up`, beside which the cosines are kept. Returns (N,) float64.
+    rate, normalised to sum one. rows: (lower, upper); files: the checkpoints of `train_warm_up`,
+    beside which the cosines are kept. Returns (N,) float64.
     """
-    shares = group_shares(groups)
     states = [load_file(file) for file in files]
     rates = torch.cat([state["lr"] for state in states])
-    scores = torch.zeros(len(rows[0]), len(shares), dtype=torch.float64)
+    scores = torch.zeros(len(rows[0]), dtype=torch.float64)
     for weight, state, file in zip(rates / rates.sum(), states, files, strict=True):
         kept = file.with_name(file.name.replace("warmup", "cosines"))
         if not kept.exists():
-            cosines = cosines_at(model, theta, rows, shares, state, micro_batch)
-            utils.write_atomic(kept, save({"cosines": cosines}))
+            cosines = cosines_at(model, theta, rows, state, micro_batch)
+            content = save({"cosines": cosines})
+            utils.write_atomic(kept, content)
         scores += weight * load_file(kept)["cosines"]
-    return scores.max(dim=1).values
+    return scores
 
 
 def run_less(args, base, levels):
     """Scores of the lower rows, (N,) float64, from the first step or where a killed run stopped."""
-    groups = ["all"] * len(levels.upper)
-    if args.upper_groups:
-        if "kind" not in levels.upper.column_names:
-            raise UserError(
-                "--upper-groups: the upper rows have no column kind; name it with "
-                "--upper-columns kind=..."
-            )
-        groups = levels.upper["kind"][:]
     data = {
         "model": folder.fingerprint(dict(base.named_buffers()) | base.state_dict()),
         "lower rows": sets.rows_hash(levels.lower),
         "upper rows": sets.rows_hash(levels.upper),
-        "upper groups": utils.content_hash(*groups),
     }
     config = {
         "args": {name: getattr(args, name) for name in SETTINGS},
@@ -267,14 +241,7 @@ def run_less(args, base, levels):
         checkpointing=args.gradient_checkpointing,
     )
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rows = batches.tokens_only(levels.lower), batches.tokens_only(levels.upper)
-    settings = WarmUp(
-        args.warmup_fraction,
-        args.epochs,
-        args.batch,
-        args.micro_batch,
-        args.lr,
-        args.seed,
-    )
-    files = warm_up(model, theta, rows[0], work, settings)
-    return less_scores(model, theta, rows, groups, files, args.micro_batch)
+    lower = batches.tokens_only(levels.lower)
+    upper = batches.tokens_only(levels.upper)
+    files = train_warm_up(args, model, theta, lower, work)
+    return less_scores(model, theta, (lower, upper), files, args.micro_batch)

@@ -11,7 +11,7 @@ Deviations:
  1. IFD: low is best. Li et al. keep the *highest* ratios below 1, the hard rows of a set whose
     answers are right; rows at 1 and above, where the prompt does not help, are misaligned. In a
     noisy set wrong answers have high ratios on both sides of 1, so keeping the hard rows keeps the
-    faults. `--ifd-order hard` is theirs: highest below 1 first, then the rest, lowest first.
+    faults.
  2. IFD: s(A) stands behind the blank prompt, the whole template around an empty question; in
     Cherry_LLM behind the template's last line, "### Response:". A bare start token ranks planted
     faults worse: AUROC 0.593 against 0.674, on 4,000 Alpaca rows and a model of 6M parameters.
@@ -57,15 +57,10 @@ def ifd_ratios(model, rows):
     for start in range(0, len(rows), ROWS_AT_ONCE):
         stop = min(start + ROWS_AT_ONCE, len(rows))
         block = batches.take(tokens, range(start, stop))
-        answers = [behind_blank(model, blank, batches.response_of(row)) for row in block]
+        answers = []
+        for row in block:
+            response = batches.response_of(row)
+            answers.append(behind_blank(model, blank, response))
         losses, _ = row_losses(model, answers, label="ifd: behind the blank prompt")
         alone.append(losses.double())
     return given.double() / torch.cat(alone).clamp_min(1e-6)
-
-
-def ifd_scores(ratios, order):
-    """{"score", "ifd": (N,)} of ratios (N,); order: see deviation 1."""
-    scores = -ratios
-    if order == "hard":
-        scores = torch.where(ratios < 1, ratios, -ratios)
-    return {"score": scores, "ifd": ratios}

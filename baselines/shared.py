@@ -101,16 +101,20 @@ def read_arguments(parser, argv):
 def check_out(args, *inputs):
     """Make the folder of --out; `UserError` where a run's file or an input would be replaced."""
     sources = []
-    for name in options.SOURCES:
-        sources += names_of(getattr(args, name))
+    for level in sets.LEVELS:
+        sources += names_of(getattr(args, level))
     check_output(args.out, Path(args.out).parent, *inputs, *sources)
 
 
 def open_rows(args):
-    """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed."""
+    """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed.
+
+    Rows that cannot be used are listed beside --out, in NAME.set_aside.jsonl.
+    """
     tokenizer = models.load_tokenizer(args.model)
     context = models.context_length(models.load_config(args.model))
     levels = sets.load_levels(args, tokenizer, context)
+    sets.write_set_aside(Path(args.out).with_suffix(".set_aside.jsonl"), levels.reports)
     for name in ("lower", "upper"):
         rows = getattr(levels, name)
         if rows is not None:

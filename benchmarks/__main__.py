@@ -6,7 +6,7 @@
     python -m benchmarks gpu         all that needs a GPU; it may be cut short (GPU.md)
 
 `--json FILE` saves the figures with the command, date, commit, hardware and versions. `step` runs
-on the embedded toy where no rows are named. What a figure is compared with stands at the top of its
+on the embedded toy where no shape is named. What a figure is compared with stands at the top of its
 file.
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 
 from runtime import command
 
+SHAPES = ("pythia-1b", "llama3-8b", "tiny")  # of shapes.py
+
 
 def positive(text):
     number = int(text)
@@ -25,29 +27,25 @@ def positive(text):
     return number
 
 
-def add_common(add, rounds):
+def add_measured(add):
     add("--json", help="save settings and results here")
+    add("--rounds", type=positive, default=7, help="timed calls of every variant (7)")
+
+
+def add_logprob(add):
+    add_measured(add)
     add(
-        "--rounds",
+        "--sizes",
         type=positive,
-        default=rounds,
-        help=f"timed calls of every variant ({rounds})",
+        nargs=3,
+        metavar=("T", "D", "V"),
+        help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)",
     )
 
 
 def add_step(add):
-    add(
-        "--model",
-        help="folder or hub name; or random weights of the shape pythia-1b, llama3-8b "
-        "or tiny",
-    )
-    add("--lower", help="rows of the noisy level, as in train_offline.py")
-    add("--upper", help="rows of the trusted level")
-    add(
-        "--vocabulary",
-        type=positive,
-        help="random weights of the model's shape with so many tokens in the head",
-    )
+    add_measured(add)
+    add("--model", choices=SHAPES, help="random weights of this shape (the embedded toy)")
     add("--batch", type=positive, help="rows of each level a step (CUDA: 32, CPU: 8)")
     add(
         "--micro-batch",
@@ -56,6 +54,15 @@ def add_step(add):
         help="rows of each level a forward (8)",
     )
     add("--gradient-checkpointing", action="store_true")
+
+
+def add_table2(add):
+    add_measured(add)
+    add(
+        "--model",
+        choices=SHAPES,
+        help="the shape that is measured (CUDA: pythia-1b and llama3-8b; CPU: none)",
+    )
 
 
 def add_gpu(add):
@@ -73,40 +80,22 @@ def add_gpu(add):
     add("--rehearse", action="store_true", help="every part at tiny sizes, on the CPU")
 
 
+BENCHMARKS = {  # name: (what it measures, its flags)
+    "logprob": ("head and log-probs", add_logprob),
+    "step": ("a training step", add_step),
+    "table2": ("the paper's runtime table", add_table2),
+    "gpu": ("all that needs a GPU; may be cut short", add_gpu),
+}
+
+
 def parse_args(argv):
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Speed and memory, with a peer or a floor beside every figure.",
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-
-    add = commands.add_parser("logprob", help="head and log-probs").add_argument
-    add_common(add, rounds=9)
-    add(
-        "--sizes",
-        type=positive,
-        nargs=3,
-        metavar=("T", "D", "V"),
-        help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)",
-    )
-
-    add = commands.add_parser("step", help="a training step").add_argument
-    add_common(add, rounds=7)
-    add_step(add)
-
-    add = commands.add_parser("table2", help="the paper's runtime table").add_argument
-    add_common(add, rounds=5)
-    add(
-        "--model",
-        choices=("pythia-1b", "llama3-8b", "tiny"),
-        help="the shape that is measured (CUDA: pythia-1b and llama3-8b; CPU: none)",
-    )
-
-    add = commands.add_parser(
-        "gpu", help="all that needs a GPU; may be cut short"
-    ).add_argument
-    add_gpu(add)
-
+    for name, (text, add_flags) in BENCHMARKS.items():
+        add_flags(commands.add_parser(name, help=text).add_argument)
     # The words are saved for others, to whom this machine's folders say nothing.
     words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
     return parser.parse_args(argv, argparse.Namespace(words=" ".join(words)))

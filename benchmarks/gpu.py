@@ -8,26 +8,18 @@ touched the GPU, so each starts at once. bitsandbytes touches it when it is impo
 starts a Python of its own, which takes some seconds.
 
 A part's result is a file in --out. A part whose file holds a result is not measured again. One that
-failed or hung is tried once more by the next call, one that lacked a package by every call.
+failed, hung or lacked something is tried again by the next call, behind those that were not tried.
 """
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
 
 import utils
-from benchmarks.gpu_results import (
-    Missing,
-    is_settled,
-    known_of,
-    note_failure,
-    part_file,
-    write_part,
-)
+from benchmarks.gpu_results import known_of, part_file, write_part
 from utils import UserError
 
 RESERVE = 10  # seconds of a call kept for the summary
@@ -37,26 +29,21 @@ RESERVE = 10  # seconds of a call kept for the summary
 
 
 def child(part, file):
-    os.setpgrp()  # what the part starts is killed with it
     import torch
     import transformers
 
-    from benchmarks.measure import hardware
-    from runtime.processes import pick_device
+    from paper.results import hardware
 
     started = time.perf_counter()
     try:
         result = part.measure()
-    except Missing as reason:
-        write_part(file, tries=known_of(file)["tries"], failed=str(reason))
     except Exception as error:
         traceback.print_exc()
-        note_failure(file, utils.first_line(error))
+        write_part(file, failed=utils.first_line(error))
     else:
         write_part(
             file,
-            tries=known_of(file)["tries"],
-            hardware=hardware(pick_device()),
+            hardware=hardware(),
             torch=torch.__version__,
             transformers=transformers.__version__,
             seconds=round(time.perf_counter() - started, 2),
@@ -65,10 +52,7 @@ def child(part, file):
 
 
 def run_part(part, file, seconds):
-    """Measure a part for so many seconds at most; its own limit counts as a failure.
-
-    Where the call's time is over first, that says nothing about the part.
-    """
+    """Measure a part for so many seconds at most, then kill it."""
     from torch import cuda
 
     # A fork cannot use the GPU that its parent has touched.
@@ -78,24 +62,13 @@ def run_part(part, file, seconds):
     process.start()
     try:
         process.join(seconds)
+        if process.is_alive():
+            write_part(file, failed=f"stopped after {seconds:.0f} s")
+        elif process.exitcode != 0:
+            write_part(file, failed=f"its process ended with code {process.exitcode}")
     finally:
-        hung = process.is_alive()
-        if hung:
-            kill(process)
-    if hung:
-        print(f"{part.name}: stopped after {seconds:.0f} s")
-        if seconds >= part.limit:
-            note_failure(file, f"stopped after {seconds:.0f} s")
-    elif process.exitcode != 0:
-        note_failure(file, f"its process ended with code {process.exitcode}")
-
-
-def kill(process):
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # not yet a group of its own
         process.kill()
-    process.join()
+        process.join()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -135,10 +108,11 @@ def bench_gpu(args):
     folder.mkdir(parents=True, exist_ok=True)
     sizes = gpu_parts.TINY if args.rehearse else gpu_parts.FULL
     planned = gpu_parts.parts_of(sizes, folder)
+    planned.sort(key=lambda part: "failed" in known_of(part_file(folder, part.name)))
     for part in planned:
         file = part_file(folder, part.name)
-        if is_settled(file):
-            print(f"{part.name}: settled by an earlier call")
+        if "result" in known_of(file):
+            print(f"{part.name}: measured by an earlier call")
             continue
         left = deadline - time.monotonic()
         if left < 1:

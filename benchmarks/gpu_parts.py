@@ -1,23 +1,19 @@
 """What `python -m benchmarks gpu` measures, part by part; gpu.py runs them.
 
 Models are built from configurations with random weights: nothing is downloaded. A part that lacks a
-package, or the result of another part, raises `Missing`; the next call tries it again.
+package, or the result of another part, fails; the next call tries it again.
 """
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks import logprob, table2
-from benchmarks.gpu_results import Missing, known_of, part_file
-from benchmarks.measure import installed
+from benchmarks.gpu_results import known_of, part_file
 from benchmarks.shapes import load_shape, work_of
 from benchmarks.step import Steps, compare_steps, step_table
+from utils import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (1, 5)  # G of the online steps
 
 
@@ -62,55 +58,28 @@ TINY = Sizes(
 # --- measured -------------------------------------------------------------------------------------
 
 
-def run_tests():
-    """The last line that pytest prints of tests/test_cuda.py, and its exit code."""
-    if not installed("pytest"):
-        raise Missing("pytest is not installed")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "tests/test_cuda.py",
-    ]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    print(done.stdout)
-    return {"outcome": done.stdout.splitlines()[-1], "exit_code": done.returncode}
-
-
 def run_heads(sizes, rounds, peers=False):
     if peers and not logprob.usable(logprob.PEERS):
-        raise Missing("none of the other libraries is installed")
+        raise UserError("none of the other libraries is installed")
     return logprob.compare_heads(sizes, rounds, peers)
 
 
-def run_steps(shape, rounds, checkpointing, four_bit=False):
-    if four_bit and not installed("bitsandbytes"):
-        raise Missing("bitsandbytes is not installed")
+def run_steps(shape, rounds, checkpointing):
     work = work_of(shape)
-    model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing, four_bit)
+    model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
     return compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch), GROUPS)
 
 
-def time_answers(shape):
+def run_hours(folder, shape):
+    """The runtime table: the steps are another part's, answers are timed here."""
+    content = known_of(part_file(folder, steps_name(shape)))
+    if "result" not in content:
+        raise UserError(f"{steps_name(shape)} is not measured yet")
     work = work_of(shape)
     model, rows, _ = load_shape(shape, work.answers)
-    return table2.answer_speed(model, rows, work)
-
-
-def run_hours(folder, shape):
-    """The runtime table, from the results of other parts: nothing is measured here."""
-
-    def stored(name):
-        content = known_of(part_file(folder, name))
-        if "result" not in content:
-            raise Missing(f"{name} is not measured yet")
-        return content["result"]
-
-    speed = stored(answers_name(shape))
-    hours = table2.hours_of(shape, stored(steps_name(shape)), speed["seconds_per_answer"])
-    return table2.beside_published({shape: hours})
+    speed = table2.answer_speed(model, rows, work)
+    hours = table2.hours_of(shape, content["result"], speed["seconds_per_answer"])
+    return {"answers": speed, "hours": table2.beside_published({shape: hours})}
 
 
 # --- the parts ------------------------------------------------------------------------------------
@@ -125,18 +94,8 @@ def steps_name(shape):
     return f"steps, {shape}"
 
 
-def answers_name(shape):
-    return f"answers, {shape}"
-
-
-def tests_table(result):
-    return ["tests/test_cuda.py", "exit code"], [[result["outcome"], result["exit_code"]]]
-
-
-def answers_table(result):
-    speed = f"{result['tokens_per_second']:.0f}"
-    row = [result["answers"], speed, result["seconds_per_answer"]]
-    return ["answers", "tokens/s", "seconds an answer"], [row]
+def shown_hours(result):
+    return table2.hours_table(result["hours"])
 
 
 def parts_of(sizes, folder):
@@ -155,17 +114,12 @@ def parts_of(sizes, folder):
         return Part(name, 300, measure, step_table)
 
     shapes, rounds = sizes.shapes, sizes.step_rounds
-    planned = [Part("tests", 150, run_tests, tests_table), heads(sizes.heads[0])]
+    planned = [heads(sizes.heads[0])]
     for shape in shapes:
         planned.append(steps(steps_name(shape), shape, rounds, False))
     for shape in shapes:
-        measure = call(time_answers, shape)
-        planned.append(Part(answers_name(shape), 240, measure, answers_table))
-    for shape in shapes:
         measure = call(run_hours, folder, shape)
-        planned.append(Part(f"table2, {shape}", 20, measure, table2.hours_table))
-    name = f"{steps_name(shapes[0])}, 4-bit, gradient checkpointing"
-    planned.append(steps(name, shapes[0], rounds, True, True))
+        planned.append(Part(f"table2, {shape}", 240, measure, shown_hours))
     for shape in shapes:
         name = f"{steps_name(shape)}, gradient checkpointing"
         planned.append(steps(name, shape, rounds, True))

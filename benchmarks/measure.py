@@ -5,11 +5,9 @@ each runs once, in rotating order. A time is the median over rounds with the sma
 largest; a ratio is the median of the rounds' own ratios.
 """
 
-import contextlib
-import ctypes
 import gc
 import importlib.util
-import re
+import json
 import statistics
 import time
 from pathlib import Path
@@ -17,9 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from paper.results import cpu_name, save_results
-from runtime.processes import pick_device
-from utils import table
+from paper.results import hardware, made_by
+from utils import table, write_atomic
 
 
 def installed(package):
@@ -68,71 +65,41 @@ def ratio(a, b):
     return spread([x / y for x, y in zip(a, b, strict=True)])
 
 
-def product_rate(device, dtype):
-    """FLOP/s of a large square matrix product: what a step's share of the machine refers to."""
-    size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    seconds = time_variants({"mm": lambda _: a @ b}, 5, "product rate")["mm"]
-    return 2 * size**3 / statistics.median(seconds)
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def process_memory(key):
-    """A line of Linux's /proc/self/status in bytes: VmRSS, or VmHWM."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(key + r":\s+(\d+) kB", status)[1])
-
-
 def peak_memory(call, device):
-    """Bytes a call needs at most beyond what was held before it; None where it cannot be read."""
-    gc.collect()
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(
-            0
-        )  # freed memory goes back to the system first
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from now
-    except OSError:
+    """Bytes of a GPU that a call needs at most beyond what was held before it; None on a CPU."""
+    if device.type != "cuda":
         call()
         return None
-    before = process_memory("VmRSS")
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     call()
-    return process_memory("VmHWM") - before
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 # --- the result -----------------------------------------------------------------------------------
 
 
-def hardware(device):
-    """What ran: the GPU, or the CPU with the threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
 def store_and_print(args, settings, results, header, rows):
     """Print the table; save everything that --json asks for."""
-    machine = hardware(pick_device())
+    settings = {**settings, "threads": torch.get_num_threads()}
     words = [f"{key} {value}" for key, value in settings.items()]
-    print(f"{args.benchmark} on {machine}, torch {torch.__version__}, " + ", ".join(words))
+    print(
+        f"{args.benchmark} on {hardware()}, torch {torch.__version__}, " + ", ".join(words)
+    )
     print(table(header, rows))
     if args.json:
-        save_results(
-            Path(args.json),
-            f"python -m benchmarks {args.words}",
-            results,
-            hardware=machine,
-            benchmark=args.benchmark,
-            settings=settings,
-        )
+        entries = {
+            **made_by(f"python -m benchmarks {args.words}"),
+            "benchmark": args.benchmark,
+            "settings": settings,
+            "results": results,
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(args.json, json.dumps(entries, indent=1) + "\n")
 
 
 def milliseconds(figure):

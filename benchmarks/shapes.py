@@ -1,4 +1,4 @@
-"""Models and rows to measure with: published shapes with random weights, files, or the toy."""
+"""Models and rows to measure with: published shapes with random weights, or the toy."""
 
 import math
 import random
@@ -13,7 +13,6 @@ import models
 from data import tokens
 from runtime.processes import pick_device
 from toy import corpus
-from utils import UserError
 
 SHAPES = {  # architectures by name, with random weights
     "pythia-1b": (
@@ -96,37 +95,6 @@ def shaped_model(config, device):
     return model.eval().requires_grad_(False)
 
 
-def to_four_bit(model):
-    """Every linear layer but the head becomes bitsandbytes' NF4 with double quantisation, in place.
-
-    What `models.load_model` does with a file's weights, for weights that are in no file.
-    """
-    import bitsandbytes
-
-    head = model.get_output_embeddings()
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is not torch.nn.Linear or layer is head:
-                continue
-            small = bitsandbytes.nn.Linear4bit(
-                layer.in_features,
-                layer.out_features,
-                bias=layer.bias is not None,
-                compute_dtype=layer.weight.dtype,
-                quant_type="nf4",
-                device="meta",
-            )
-            small.weight = bitsandbytes.nn.Params4bit(
-                layer.weight.data, requires_grad=False, quant_type="nf4", module=small
-            )
-            small.bias = layer.bias
-            # The AVX512 repacking for inference makes later gradients wrong by 97 %.
-            small.support_avx512bf16_for_cpu = False
-            setattr(parent, name, small.to(layer.weight.device))
-    model.is_loaded_in_4bit = True  # PEFT asks for it before it believes the layers
-    return model
-
-
 def random_rows(count, mean, vocabulary, seed):
     """Rows of log-normal length (sigma 0.6, 16 to 2,048 tokens), the second half a response."""
     rng = random.Random(seed)
@@ -144,63 +112,28 @@ def random_rows(count, mean, vocabulary, seed):
     return rows
 
 
-def load_shape(name, count, checkpointing=False, four_bit=False):
+def load_shape(name, count, checkpointing=False):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level."""
     config, work = shape_config(name), work_of(name)
     lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
     upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
     base = shaped_model(config, pick_device())
-    if four_bit:
-        base = to_four_bit(base)
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_files(args, count):
-    """The same from --lower, --upper and --model; none of them: the toy.
-
-    --vocabulary: random weights of the model's shape with so many tokens in the head.
-    """
-    device = pick_device()
-    source = args.model or str(corpus.MODEL)
-    tokenizer, config = models.load_tokenizer(source), models.load_config(source)
+def load_toy(count, checkpointing=False):
+    """The same of the embedded toy."""
+    source = str(corpus.MODEL)
+    tokenizer = models.load_tokenizer(source)
     levels = []
     with tempfile.TemporaryDirectory() as folder:
-        files = {"lower": args.lower, "upper": args.upper}
-        if args.lower is None:
-            files = corpus.write(folder)
+        files = corpus.write(folder)
         for name in ("lower", "upper"):
             rows, _ = tokens.load_rows(
-                str(files[name]),
-                tokenizer,
-                name=name,
-                limit=count,
-                max_length=min(2048, config.max_position_embeddings),
-                cache_dir=folder,
+                str(files[name]), tokenizer, limit=count, cache_dir=folder
             )
             rows = [dict(row) for row in batches.tokens_only(rows)]
             copies = math.ceil(count / len(rows))
             levels.append((rows * copies)[:count])
-    if args.vocabulary:
-        config.vocab_size = args.vocabulary
-        base = shaped_model(config, device)
-    else:
-        base = models.load_model(source, device)
-    return models.add_lora(base, checkpointing=args.gradient_checkpointing), *levels
-
-
-def load(args, count):
-    """(model with LoRA, lower rows, upper rows) of a benchmark's command line."""
-    if args.model in SHAPES:
-        if args.lower or args.upper or args.vocabulary:
-            raise UserError(
-                f"--model {args.model} has random weights and rows and reads no other; "
-                "name a model's folder"
-            )
-        return load_shape(args.model, count, args.gradient_checkpointing)
-    if len({args.lower is None, args.upper is None, args.model is None}) > 1:
-        raise UserError(
-            "--lower, --upper and --model belong together; or give --model one of "
-            + ", ".join(SHAPES)
-            + ", or none of them for the embedded toy"
-        )
-    return load_files(args, count)
+    base = models.load_model(source, pick_device())
+    return models.add_lora(base, checkpointing=checkpointing), *levels

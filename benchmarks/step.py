@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import train_offline
@@ -25,14 +24,13 @@ from benchmarks.measure import (
     installed,
     mebibytes,
     peak_memory,
-    product_rate,
     ratio,
     shown,
     spread,
     store_and_print,
     time_variants,
 )
-from benchmarks.shapes import load
+from benchmarks.shapes import load_shape, load_toy
 from benchmarks.trl_step import IGNORED, TrainerSteps, sft_labels
 from runtime.processes import pick_device
 from selector import Selector
@@ -176,9 +174,9 @@ class Steps:
             RHO,
             clip=CLIP,
             micro_batch=self.micro_batch,
-            kind="sequence",
+            ratio="sequence",
         )
-        (after,) = train_online.row_losses(self.model, answers)
+        after = train_online.answer_losses(self.model, answers)
         self.selector.step(torch.tensor(places), after, GAMMA)
         loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.weighted).mean()
         return loss.item()
@@ -202,7 +200,7 @@ class Steps:
         """TRL's steps in the order in which `compare_steps` calls them: twice before round 0.
 
         Made by the first of them, so what it raises is that step's. It trains an adapter of its
-        own, because it casts that of a 4-bit model to bf16, in place.
+        own, so that nothing done to it reaches ours.
         """
         rows = [self.rows(turn) for turn in (0, 0, *range(len(self.batches)))]
         return TrainerSteps(
@@ -311,21 +309,6 @@ def compare_steps(steps, groups=(1,)):
     return results
 
 
-def product_share(steps, results):
-    """(share, FLOP/s): the matrix products of plain SFT at the rate of a large one, of its time.
-
-    Counted are torch's own products, those of the adapter included, attention's left out.
-    """
-    with FlopCounterMode(display=False) as counter:
-        steps.plain(0)
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(flops for name, flops in counts.items() if "mm" in str(name))
-    lower, upper = steps.rows(0)
-    per_token = products / tokens_in(lower + upper)
-    rate = product_rate(steps.model.device, steps.model.get_input_embeddings().weight.dtype)
-    return per_token * results[SFT]["tokens_per_second"]["median"] / rate, rate
-
-
 def step_table(results):
     """(header, rows) of what `compare_steps` returns."""
     header = [
@@ -359,19 +342,17 @@ def step_table(results):
 
 def bench_step(args):
     batch = args.batch or (32 if pick_device().type == "cuda" else 8)
-    model, lower, upper = load(args, batch * args.rounds)
+    count = batch * args.rounds
+    if args.model is None:
+        model, lower, upper = load_toy(count, args.gradient_checkpointing)
+    else:
+        model, lower, upper = load_shape(args.model, count, args.gradient_checkpointing)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
     settings = {
         "rows of each level": batch,
         "micro batch": args.micro_batch,
-        "V": model.get_base_model().config.vocab_size,
         "mean tokens a step": tokens_in(lower + upper) // args.rounds,
         "rounds": args.rounds,
     }
     store_and_print(args, settings, results, *step_table(results))
-    share, rate = product_share(steps, results)
-    print(
-        f"plain SFT's matrix products would take {share:.0%} of its time at the rate of a large "
-        f"one here ({rate / 1e12:.2f} TFLOP/s)"
-    )

@@ -9,6 +9,7 @@ an answer that is read and not trained on, as in OpenAI's format.
 import json
 import re
 from collections import Counter
+from numbers import Number
 
 from utils import UserError, content_hash
 
@@ -46,6 +47,7 @@ TEXT_KEYS = ("content", "value", "text", "parts")  # where a message or a part h
 KEYS = ("role", "from", "weight", "type", *CALLS)  # its other keys that are read
 NAMING = ("id", "name", "model", "timestamp", "date", "tool_call_id")  # never its text
 EMPTY = (None, "", [])
+TYPE_NAMES = {dict: "an object", list: "a list", str: "text"}
 LOST_CALL = "a tool call"
 LOST_WEIGHT = "a turn that joins a trained and an untrained answer"
 LOST_PART = "an image or another part that is not text"
@@ -156,18 +158,27 @@ def find_layout(row, usual):
         if all(column in row for column in LAYOUTS[layout]):
             return layout
     if usual is None:
-        raise Unusable("no known layout")
+        raise Unusable("unknown layout")
     missing = next(column for column in LAYOUTS[usual] if column not in row)
     raise Unusable(f'no column "{missing}"')
 
 
+def known_layouts(notes):
+    """What to do when no row of a source can be used, in words."""
+    columns = ", ".join(f"{name!a:.40}" for name in sorted(notes.columns)[:9])
+    return (
+        f"the columns are {columns}. Known: {'; '.join(LAYOUTS)}. Name every column that is needed "
+        "with --lower-columns or --upper-columns, for example --lower-columns "
+        "prompt=question,response=answer"
+    )
+
+
 def unread_columns(notes, columns):
     """Names of columns, and of keys of messages, that no row's layout reads."""
-    read = {*MEDIA, *columns.values()}.union(*map(LAYOUTS.get, notes.layouts))
-    optional = {*LABELS, "system"}
+    read = {"system", *LABELS, *MEDIA, *columns.values()}
+    read.update(*map(LAYOUTS.get, notes.layouts))
     if "alpaca" in notes.layouts:
-        optional.add("input")
-    read |= optional - columns.keys()
+        read.add("input")
     return sorted(f"{name!a:.40}" for name in (notes.columns | notes.unread) - read)
 
 
@@ -179,7 +190,7 @@ def read_row(given, columns, side, notes):
 
     side: "chosen" or "rejected", the answer of preference pairs. Raises `Unusable`.
     """
-    _check_object(given, "the row")
+    check_type(given, dict, "the row")
     if {"row_id", "hash", "rank", "recommended"} <= given.keys():
         raise Unusable(
             "a line of a run's curated.jsonl, rejected answers included (train on what `python "
@@ -197,11 +208,12 @@ def read_row(given, columns, side, notes):
     return row, messages
 
 
-def _check_object(value, name):
-    if isinstance(value, Unusable):  # why the source has none
+def check_type(value, kind, name):
+    """`Unusable` for a value of another type than dict, list or str, or for why there is none."""
+    if isinstance(value, Unusable):
         raise value
-    if not isinstance(value, dict):
-        raise Unusable(f"{name} is no object")
+    if not isinstance(value, kind):
+        raise Unusable(f"{name} is not {TYPE_NAMES[kind]} ({type(value).__name__})")
 
 
 def row_messages(row, layout, side, notes):
@@ -282,24 +294,22 @@ def text_of(value, name, notes):
     """
     if value is None or value != value:  # an empty cell; tables write it as NaN
         return ""
-    if isinstance(value, (int, float)):
+    if isinstance(value, Number):
         notes.counts["numbers"] += 1
-        return json.dumps(value)
-    if not isinstance(value, str):
-        raise Unusable(f"{name} is not text ({type(value).__name__})")
+        return str(value).lower()
+    check_type(value, str, name)
     if value.isascii():
         return value
     return value.encode("utf-8", "replace").decode()
 
 
 def _messages(value, notes):
-    if not isinstance(value, list):
-        raise Unusable(f"not a list of messages ({type(value).__name__})")
+    check_type(value, list, "the conversation")
     return [_message(item, notes) for item in value]
 
 
 def _message(item, notes):
-    _check_object(item, "a message")
+    check_type(item, dict, "a message")
     role = str(item.get("role") or item.get("from")).lower()
     if role not in ROLES:
         raise Unusable(f"the unknown role {role!a:.30}")
@@ -412,12 +422,11 @@ def check_usable(messages, row):
     """`Unusable` when cleaned messages hold nothing to train on. row: all its columns."""
     if not messages:
         raise Unusable("no answer to a question")
-    lost = {message.get("lost") for message in messages}
+    lost = [message["lost"] for message in messages if "lost" in message]
     if any(row.get(column) for column in MEDIA):
-        lost.add(LOST_PART)
-    for reason in (LOST_CALL, LOST_WEIGHT, LOST_PART):
-        if reason in lost:
-            raise Unusable(reason)
+        lost.append(LOST_PART)
+    if lost:
+        raise Unusable(lost[0])
     if not VISIBLE.search(messages[-1]["content"]):
         raise Unusable("an empty answer")
     if not any(VISIBLE.search(message["content"]) for message in messages[:-1]):

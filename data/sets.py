@@ -6,13 +6,12 @@ Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out on
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.compute
 import torch
 
-from data.tokens import TOKEN_COLUMNS, load_rows
+from data.tokens import LABELS, TOKEN_COLUMNS, load_rows
 from runtime.processes import first_goes_first
 from utils import UserError, content_hash, write_jsonl
 
@@ -32,7 +31,7 @@ def load_levels(args, tokenizer, context_length):
         raise UserError("--upper-loss dpo: needs preference pairs as --upper")
     max_length = min(args.max_length, context_length)
     if max_length < args.max_length:
-        print(f"--max-length is {max_length} tokens here, the model's context")
+        print(f"--max-length is lowered to the model's context of {max_length} tokens")
     levels = dict.fromkeys(LEVELS)
     reports = {}
     with first_goes_first():
@@ -43,12 +42,13 @@ def load_levels(args, tokenizer, context_length):
             level = name.removesuffix(
                 "_heldout"
             )  # held-out rows are read the way their level is
+            columns = getattr(args, f"{level}_columns")
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
                 source,
                 tokenizer,
                 name=name,
-                columns=getattr(args, f"{level}_columns"),
+                columns=columns,
                 template=args.template,
                 turns=args.turns,
                 max_length=max_length,
@@ -56,6 +56,10 @@ def load_levels(args, tokenizer, context_length):
                 seed=args.seed,
                 cache_dir=args.cache_dir,
             )
+            if columns and name == level and not reports[name]["renamed"]:
+                raise UserError(
+                    f"no row has a column that --{name}-columns {columns} names"
+                )
             warn_of_cut_answers(name, reports[name], max_length)
     upper = levels["upper"]
     if upper is not None and levels["upper_heldout"] is None:
@@ -105,8 +109,13 @@ def drop_held_out(levels, reports):
 def set_aside(report, keys, reason):
     """Add tokenised rows, by (source, row_id), to those that a report says are set aside."""
     for source, row_id in keys:
-        row = {"source": source, "row_id": row_id, "place": f"row {row_id}"}
-        report["set_aside"].append(row | {"reason": reason})
+        row = {
+            "source": source,
+            "row_id": row_id,
+            "place": f"row {row_id}",
+            "reason": reason,
+        }
+        report["set_aside"].append(row)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -261,15 +270,14 @@ def left_out(report):
     ):
         if report.get(key):
             facts.append(f"{report[key]} {words}")
-    unread = report.get("unread") or []
+    unread = report.get("unread")
     if unread:
-        more = f" and {len(unread) - 9} more" if len(unread) > 9 else ""
-        facts.append("not read: " + ", ".join(unread[:9]) + more)
+        facts.append(f"{len(unread)} columns or keys not read ({', '.join(unread[:9])})")
     return "".join(f", {fact}" for fact in facts)
 
 
-def write_set_aside(out, reports):
-    """Write the rows that reports {level: report} set aside to `out`/set_aside.jsonl, if any.
+def write_set_aside(path, reports):
+    """Write the rows that reports {level: report} set aside to a jsonl file, if there are any.
 
     A line holds level, source, row_id, place (such as "line 12") and reason.
     """
@@ -277,7 +285,7 @@ def write_set_aside(out, reports):
     for level, report in reports.items():
         rows += [{"level": level} | row for row in report["set_aside"]]
     if rows:
-        write_jsonl(Path(out) / "set_aside.jsonl", rows)
+        write_jsonl(path, rows)
 
 
 def row_lengths(rows):
@@ -308,18 +316,16 @@ def check_vocabulary(levels, config):
 
 
 def rows_hash(rows):
-    """16 hex digits over ids, texts and tokens: a file written again unchanged is the same data."""
+    """16 hex digits over keys, labels and tokens: an unchanged file is the same data."""
     digest = hashlib.sha256()
-    names = ("source", "row_id", "hash", *TOKEN_COLUMNS)
+    names = ("source", "row_id", "hash", *LABELS, *TOKEN_COLUMNS)
     names = [name for name in names if name in rows.column_names]
     for table in _tables(rows, names):
         for name in names:
             values = table[name].combine_chunks()
             if name in TOKEN_COLUMNS:
                 digest.update(pyarrow.compute.list_value_length(values).to_numpy())
-                values = values.flatten()
-            if name in ("source", "hash"):
-                digest.update("\n".join(values.to_pylist()).encode())
+                digest.update(values.flatten().to_numpy())
             else:
-                digest.update(values.to_numpy())
+                digest.update("\n".join(map(str, values.to_pylist())).encode())
     return digest.hexdigest()[:16]

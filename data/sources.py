@@ -25,7 +25,9 @@ from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
-HELD_OUT = "test|validation|valid|val|dev|eval"  # names of files that do not train
+HELD_OUT = (
+    "test|validation|valid|val|dev|eval|evaluation"  # names of files that do not train
+)
 
 
 # --- which files ----------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def _json_rows(path):
         document = None
         if start == b"[":
             document = _decode(file.read())
-        elif start == b"{" and ".json" in path.suffixes:
+        elif start == b"{" and re.search(r"\.json(\.gz)?$", path.name.lower()):
             with contextlib.suppress(ValueError):  # it has one object a line
                 document = _only_list(_decode(file.read()), path)
         if document is not None:

@@ -185,10 +185,8 @@ def _without_block(tokenizer, messages, lead, answer):
     if not block:
         return lead
     before = render_chat(tokenizer, messages)
-    start = lead.find(f"<{block[1]}>", len(before))
-    if start < 0 or not lead.startswith(before):
-        return lead
-    return lead[:start]
+    start = lead.rfind(f"<{block[1]}>", len(before))
+    return lead if start < 0 else lead[:start]
 
 
 def _end_between(tokenizer, end, rest):
@@ -205,7 +203,7 @@ def _end_between(tokenizer, end, rest):
     return match[0] if match else ""
 
 
-def template_parts(tokenizer, template):
+def read_template(tokenizer, template):
     """The parts of a plain template as `load_rows` takes it; None for the chat template."""
     if template is None and tokenizer.chat_template:
         return None
@@ -213,14 +211,14 @@ def template_parts(tokenizer, template):
 
 
 def segments_of(messages, tokenizer, template, turns="last"):
-    """Messages -> segments; template: of `template_parts`."""
+    """Messages -> segments; template: of `read_template`."""
     if template:
         return plain_segments(messages, template, turns)
     return chat_segments(messages, tokenizer, turns)
 
 
 def around_answer(tokenizer, template):
-    """What a template, of `template_parts`, writes in front of an answer and behind it."""
+    """What a template, of `read_template`, writes in front of an answer and behind it."""
     try:
         messages = conversation({"prompt": ".", "response": PROBE})
         segments = segments_of(messages, tokenizer, template)
@@ -292,7 +290,7 @@ class Encoder:
     def answer(self, ids, template):
         """The text of a generated answer, protected, without what a template writes around it.
 
-        template: of `template_parts`. Control tokens inside an answer stay.
+        template: of `read_template`. Control tokens inside an answer stay.
         """
         front, end = around_answer(self.tokenizer, template)
         text = ""

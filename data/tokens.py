@@ -20,6 +20,8 @@ the paper leaves open, made here:
 6. `hash` is taken of the row's messages with `layouts.END_MARKERS` cut (`layouts.row_hash`). It
    depends on no tokenizer, template or length, so a ranking made with one model names the rows of
    another.
+7. A chat template never changes an answer: what is trained is what the row says, between what the
+   template writes around any answer (`templates.py`); where that fails, the row is set aside.
 """
 
 import itertools
@@ -41,10 +43,10 @@ from data.templates import (
     Encoder,
     around_answer,
     markers,
+    read_template,
     segments_of,
     special_strings,
     split_template,
-    template_parts,
 )
 from utils import UserError, content_hash, write_atomic
 
@@ -143,11 +145,6 @@ def load_rows(
     loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
     rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
     report = _joined_reports([report for _, report in loaded])
-    if settings.columns and not report["renamed"]:
-        raise UserError(
-            f"{name}: no source has a column that --lower-columns or --upper-columns names: "
-            f"{', '.join(settings.columns.values())}"
-        )
     missing = [column for column in EXTRAS if column not in report["extras"]]
     return rows.remove_columns(missing), report
 
@@ -218,15 +215,21 @@ def read_messages(source, columns=None, side="chosen"):
 
     No tokenizer is needed: `row_id` and `hash` are those that `load_rows` gives, and rows that it
     sets aside for their length or by their template are here, too. columns, side: as it takes them.
+    Raises `UserError` behind the last row when none could be used.
     """
     columns = layouts.parse_columns(columns)
     notes = layouts.Notes()
+    reason = "it holds none"
     for row_id, (_, given) in enumerate(_each_row(find_parts(source), source)):
         try:
             _, messages = layouts.read_row(given, columns, side, notes)
-        except layouts.Unusable:
+        except layouts.Unusable as error:
+            reason = error
             continue
         yield SourceRow(row_id, layouts.row_hash(messages), messages, given)
+    if not notes.layouts:
+        hint = layouts.known_layouts(notes)
+        raise UserError(f"{source}: no row can be used ({reason}); {hint}")
 
 
 def _tokenizer_state(tokenizer):
@@ -300,12 +303,7 @@ class Reader:
         line = f"{self.source}: {len(rows)} of {count} rows cannot be used ({examples})"
         if self.notes.layouts:
             return line
-        columns = ", ".join(f"{name!a:.40}" for name in sorted(self.notes.columns)[:9])
-        return (
-            f"{line}; the columns are {columns}. Known: {'; '.join(layouts.LAYOUTS)}. Name every "
-            "column that is needed with --lower-columns or --upper-columns, for example "
-            "--lower-columns prompt=question,response=answer"
-        )
+        return f"{line}; {layouts.known_layouts(self.notes)}"
 
     def sample(self, rows):
         """(row_id, place, row) of all rows, or of `limit` at random (reservoir sampling), in order.
@@ -422,11 +420,11 @@ def end_ids(tokenizer, template=None):
 
     template: as `load_rows` takes it.
     """
-    return _end_ids(tokenizer, template_parts(tokenizer, template))
+    return _end_ids(tokenizer, read_template(tokenizer, template))
 
 
-def _end_ids(tokenizer, parts):
-    _, end = around_answer(tokenizer, parts)
+def _end_ids(tokenizer, split):
+    _, end = around_answer(tokenizer, split)
     written = re.findall(special_strings(tokenizer), end)
     return {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(written)}
 
@@ -465,7 +463,7 @@ def response_text(tokenizer, ids, template=None):
     end: an answer may hold the same text.
     """
     encoder = Encoder(tokenizer)
-    return encoder.bare(encoder.answer(ids, template_parts(tokenizer, template))).strip()
+    return encoder.bare(encoder.answer(ids, read_template(tokenizer, template))).strip()
 
 
 def reads_back(tokenizer, ids, template=None):
@@ -475,11 +473,13 @@ def reads_back(tokenizer, ids, template=None):
     one that begins or ends twice. ids, template: see `response_text`.
     """
     encoder = Encoder(tokenizer)
-    parts = template_parts(tokenizer, template)
-    text = encoder.answer(ids, parts)
+    split = read_template(tokenizer, template)
+    text = encoder.answer(ids, split)
     if not text or encoder.strings.search(text):
         return False
+    if encoder.bare(text).endswith(layouts.END_MARKERS):  # cut when it is read as a row
+        return False
     messages = layouts.conversation({"prompt": ".", "response": text})
-    rendered = segments_of(messages, tokenizer, parts)[-1][0]
+    rendered = segments_of(messages, tokenizer, split)[-1][0]
     again = encoder.encode([rendered], continued=True)[0]
-    return encoder.answer(again, parts) == text
+    return encoder.answer(again, split) == text

@@ -9,6 +9,7 @@ that the ranking names. What belongs into the file and what counts how much:
 """
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -109,7 +110,8 @@ def source_rows(lines, columns, files):
         if places:
             raise UserError(
                 f"{file} row {min(places)}: is not there, or holds nothing to train on "
-                f"({len(places)} such rows of the ranking); --lower names a file that was moved"
+                f"({len(places)} such rows of the ranking); --lower names a file that was moved, "
+                "--lower-columns its columns"
             )
 
 
@@ -138,33 +140,17 @@ def exported_row(line, row, layout):
 
 def mixer_table(lines, chosen, weights):
     """Print what each source gives: rows of the ranking, kept and written ones, and its share."""
-    counts = {}
-    for line in lines:
-        count = counts.setdefault(line["source"], [0, 0, 0, 0.0])
-        count[0] += 1
-        count[1] += line["kept"]
+    rows = Counter(line["source"] for line in lines)
+    kept = Counter(line["source"] for line in lines if line["kept"])
+    exported, shares = Counter(), Counter()
     for line, weight in zip(chosen, weights.tolist(), strict=True):
-        counts[line["source"]][2] += 1
-        counts[line["source"]][3] += weight / len(chosen)
-    header = ["source", "rows", "kept", "exported", "share of the weight"]
-    show_table(header, [[str(name), *count] for name, count in counts.items()])
+        exported[line["source"]] += 1
+        shares[line["source"]] += weight / len(chosen)
+    table = [[name, rows[name], kept[name], exported[name], shares[name]] for name in rows]
+    show_table(["source", "rows", "kept", "exported", "share of the weight"], table)
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-def read_lines(path, files):
-    """(lines, args): a ranking whose every line names its source; arguments of a run beside it."""
-    args = {}
-    if path.with_name("config.json").exists():
-        args = read_config(path.parent)["args"]
-    lines = read_ranking(path)
-    if "source" not in lines[0]:
-        known = names_of(args.get("lower")) or files
-        if len(known) != 1:
-            raise UserError(f"{path}: names no source; name its one file with --lower")
-        lines = [line | {"source": known[0]} for line in lines]
-    return lines, args
 
 
 def run_export(args):
@@ -174,7 +160,12 @@ def run_export(args):
         path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
     out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
     files = names_of(args.lower)
-    lines, run_args = read_lines(path, files)
+    run_args = {}
+    if path.with_name("config.json").exists():
+        run_args = read_config(path.parent)["args"]
+    lines = read_ranking(path)
+    if "source" not in lines[0]:
+        raise UserError(f"{path}: names no source, as older versions wrote it; rank again")
     with reading(path):
         check_output(out, path, path.parent, *files, *{line["source"] for line in lines})
         chosen = exported_lines(lines, args.format, args.all)

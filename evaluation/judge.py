@@ -31,26 +31,9 @@ Which answer is better? Reply with one word: A, B or tie."""
 
 PARALLEL = 4  # questions at a time
 # Words that may stand beside a verdict; with any other word the reply is not one.
-FILLER = {
-    "the",
-    "answer",
-    "option",
-    "response",
-    "verdict",
-    "better",
-    "best",
-    "is",
-    "it's",
-    "it",
-    "i",
-    "would",
-    "say",
-    "choose",
-    "pick",
-    "prefer",
-    "my",
-    "wins",
-}
+FILLER = re.compile(
+    "the|answer|option|response|verdict|better|best|is|it's|it|i|would|say|choose|pick|prefer|my|wins"
+)
 
 
 class Endpoint:
@@ -90,7 +73,8 @@ class Endpoint:
 
 def parse_verdict(text):
     """1.0 for A, 2.0 for B, 1.5 for a tie, None for anything else."""
-    words = [word for word in re.findall(r"[a-z']+", text.lower()) if word not in FILLER]
+    words = re.findall(r"[a-z']+", text.lower())
+    words = [word for word in words if not FILLER.fullmatch(word)]
     if words == ["a", "tie"]:
         return 1.5
     if len(set(words)) != 1:
@@ -109,7 +93,7 @@ class Cache:
         for line in lines:
             try:
                 entry = json.loads(line)
-                self.known[entry["key"]] = entry["preference"]
+                self.known[entry["key"]] = float(entry["preference"])
             except (ValueError, KeyError, TypeError):
                 continue
 

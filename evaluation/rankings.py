@@ -1,5 +1,7 @@
 """What the rankings of a run say: another threshold, and how both ends move over the epochs."""
 
+import re
+
 import torch
 
 import utils
@@ -10,22 +12,9 @@ from runtime.command import reading
 from utils import UserError
 
 # A higher value of a column is better, except in these: losses, places, and what row tests measure.
-LOWER_IS_BETTER = {
-    "rank",
-    "loss",
-    "base_loss",
-    "final_loss",
-    "attainable_loss",
-    "ifd",
-    "surprise",
-    "end",
-    "relevance",
-    "fluency",
-    "slip",
-    "peak",
-    "repetition",
-    "echo",
-}
+LOWER_IS_BETTER = re.compile(
+    r"rank|(\w+_)?loss|ifd|surprise|end|relevance|fluency|slip|peak|repetition|echo"
+)
 
 
 # --- another threshold ----------------------------------------------------------------------------
@@ -40,7 +29,7 @@ def sort_by(rows, column):
         value = row[column]
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
             raise ValueError(f"column {column} holds {value!r}, which is no number")
-    sign = 1 if column in LOWER_IS_BETTER else -1
+    sign = 1 if LOWER_IS_BETTER.fullmatch(column) else -1
     rows.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
     missing = sum(row[column] is None for row in rows)
     words = f"by {column}, {'smallest' if sign > 0 else 'largest'} first"
@@ -53,8 +42,8 @@ def rethreshold(source, fraction, out=None, by="rank"):
     """Write the best `fraction` of a run's ranking, or of a ranking file, best row first.
 
     out: kept.jsonl in the run, NAME.kept.jsonl beside another NAME.jsonl. by: a column; a higher
-    value is better, except in the columns of LOWER_IS_BETTER. Rows that a row tests' ranking flags
-    come last and are never kept. The other columns stay. Returns one line: how many rows are kept.
+    value is better, except where LOWER_IS_BETTER matches its name. Rows that a ranking of the row
+    tests flags come last and are never kept. The other columns stay. Returns one line: how many.
     """
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")

@@ -4,6 +4,7 @@
 "use strict";
 
 const PAGE = 300; // rows drawn at a time
+const FIRST = ["rank", "kept", "reason", "prompt", "answer", "source", "row_id", "weight"];
 const FILTERS = ["reason", "source", "kept"];
 const TEXTS = ["prompt", "answer"];
 
@@ -26,7 +27,10 @@ function compare(one, two) {
 }
 
 function build(section) {
-  const {columns, rows} = JSON.parse(section.querySelector("script").textContent);
+  const {columns: given, rows: lines} = JSON.parse(section.querySelector("script").textContent);
+  const columns = FIRST.filter((name) => given.includes(name));
+  columns.push(...given.filter((name) => !FIRST.includes(name)));
+  const rows = lines.map((line) => columns.map((name) => line[given.indexOf(name)]));
   const place = Object.fromEntries(columns.map((name, number) => [name, number]));
   const words = rows.map((row) => row.map(shown).join("\n").toLowerCase());
   let order = {column: place.rank, sign: 1};

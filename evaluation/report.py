@@ -8,6 +8,7 @@ from the sources where a row still has the hash that the run knows.
 """
 
 import base64
+import collections
 import contextlib
 import hashlib
 import heapq
@@ -30,20 +31,18 @@ from evaluation.runs import (
     check_output,
     each_curated,
     is_rewritten,
-    key_of,
     names_of,
     read_ranking,
 )
-from evaluation.texts import escaped_html, html_table, one_line, plain
+from evaluation.texts import escaped_html, formatted, html_table, one_line, plain
 from ranking import auroc
 from row_tests.look import REASONS
 from runtime.command import reading
 from utils import UserError, read_jsonl
 
 TEXT = 700  # characters of a prompt or an answer that are shown
-TABLE_TEXT = 300  # in the table of rows
 TABLE_ROWS = 5000
-EXAMPLES = 6  # rows shown at each end of the ranking
+EXAMPLES = 6  # new answers shown beside the originals
 STYLE = (Path(__file__).parent / "report.css").read_text()
 SCRIPT = (Path(__file__).parent / "report.js").read_text()
 SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -51,50 +50,31 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     f"script-src 'sha256-{SCRIPT_HASH}'"
 )
-TABLE = (
-    "rank",
-    "kept",
-    "reason",
-    "prompt",
-    "answer",
-    "source",
-    "row_id",
-    "weight",
-    "base_loss",
-    "final_loss",
-    "surprise",
-    "kind",
-    "bad",
-    "hash",
-)
 COLUMN_OF = {"final": "final_loss", "base": "base_loss"}  # of an AUROC's name
-FACTS = ("rank", "row_id", "weight", "base_loss", "final_loss", "margin", "surprise")
-TAGS = ("reason", "kind", "masked", "bad")
+FACTS = ("rank", "source", "row_id", "weight", "margin")
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def row_card(row, texts):
-    """One row of the data: what is known about it, then its texts {label: text}."""
-    facts = []
-    for key in FACTS:
-        if row.get(key) is not None:
-            value = f"{row[key]:.3f}" if isinstance(row[key], float) else row[key]
-            facts.append(f"{key} {value}")
-    for key in TAGS:
-        if row.get(key):
-            facts.append(key if row[key] is True else one_line(row[key]))
+def answer_card(row):
+    """A rewritten row of curated.jsonl: what is known about it, its texts side by side."""
+    facts = [f"{key} {formatted(row[key])}" for key in FACTS if key in row]
     boxes = ""
-    for label, text in texts.items():
+    for label, name in (
+        ("prompt", "prompt"),
+        ("original", "response"),
+        ("new answer", "refined"),
+    ):
+        text = row[name]
         boxes += (
-            f'<div><span class="label">{escaped_html(label)}</span>'
+            f'<div><span class="label">{label}</span>'
             f'<div class="text" dir="auto">{escaped_html(text[:TEXT])}</div>'
         )
         if len(text) > TEXT:
             boxes += f'<span class="cut">… {len(text) - TEXT:,} more characters</span>'
         boxes += "</div>"
-    header = escaped_html(" · ".join(facts))
+    header = escaped_html(one_line(" · ".join(facts)))
     return (
         f'<article class="row"><header>{header}</header><div class="pair">{boxes}</div>'
         "</article>"
@@ -114,7 +94,7 @@ def known_texts(run):
             for row in read_jsonl(path):
                 pair = {"prompt": row["prompt"], "response": row["response"]}
                 texts[row["hash"]] = pair
-    hashes = {row["hash"] for row in run.rows or ()}
+    hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
     with contextlib.suppress(UserError):
         for source in filter(os.path.exists, names_of(run.args.lower)):
@@ -126,13 +106,11 @@ def known_texts(run):
     return texts
 
 
-def cards(rows, texts):
-    """The cards of the first EXAMPLES of these rows, with the texts that are known."""
-    return "".join(row_card(row, texts.get(row["hash"], {})) for row in rows[:EXAMPLES])
-
-
-def rows_table(run, texts):
+def rows_table(run):
     """The table of rows for report.js: all, or flagged ones and both ends, up to TABLE_ROWS."""
+    if not run.rows:
+        return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
+    texts = known_texts(run)
     count = len(run.rows)
     rows = sorted(run.rows, key=lambda row: min(row["rank"], count - row["rank"]))
     rows.sort(key=lambda row: row.get("reason") is None)
@@ -143,11 +121,10 @@ def rows_table(run, texts):
         line = row | {"prompt": pair.get("prompt"), "answer": pair.get("response")}
         for name, value in line.items():
             if isinstance(value, str):
-                line[name] = value[:TABLE_TEXT]
+                line[name] = value[:TEXT]
         lines.append(line)
-    columns = [name for name in TABLE if any(name in line for line in lines)]
-    values = [[line.get(name) for name in columns] for line in lines]
-    data = json.dumps({"columns": columns, "rows": values}).replace("<", "\\u003c")
+    table = {"columns": list(lines[0]), "rows": [list(line.values()) for line in lines]}
+    data = json.dumps(table).replace("<", "\\u003c")
     return (
         f"<h2>All rows</h2><p class='muted'>{len(rows)} of {count} rows. A click on a column's "
         "name sorts, a click on a row shows its texts.</p><section class='rows'>"
@@ -155,29 +132,18 @@ def rows_table(run, texts):
     )
 
 
-def rows_section(run, texts):
-    """Both ends of the ranking, and new answers beside the originals."""
-    if not run.rows:
-        return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
-    ordered = sorted(run.rows, key=lambda row: row["rank"])
-    page = rows_table(run, texts)
-    page += f"<h3>Best rows</h3>{cards(ordered, texts)}"
-    page += f"<h3>Worst rows</h3>{cards(ordered[::-1], texts)}"
+def new_answers(run):
+    """Cards of the recommended new answers of the largest margin, beside the originals."""
     curated = run.folder / "curated.jsonl"
-    if curated.exists():
-        rewritten = filter(is_rewritten, each_curated(curated))
-        page += "<h3>Recommended new answers of the largest margin</h3>"
-        for row in heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"]):
-            page += row_card(
-                row,
-                {
-                    "prompt": row["prompt"],
-                    "original": row["response"],
-                    "new answer": row["refined"],
-                },
-            )
-        page += command_box("eval.py", "export", run.folder, "--format", "pairs")
-    return page
+    if not curated.exists():
+        return ""
+    rewritten = filter(is_rewritten, each_curated(curated))
+    best = heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"])
+    return (
+        "<h2>Recommended new answers of the largest margin</h2>"
+        + "".join(map(answer_card, best))
+        + command_box("eval.py", "export", run.folder, "--format", "pairs")
+    )
 
 
 # --- row tests ------------------------------------------------------------------------------------
@@ -186,11 +152,18 @@ def rows_section(run, texts):
 def join_row_tests(run, file):
     """Add `reason` and `surprise` of a row tests' ranking to the rows of a run.
 
-    `UserError` unless the ranking has every row of the run, by row_id and hash.
+    `UserError` unless the ranking has every row of the run, by row_id and hash. The name of a
+    source counts where there are several.
     """
-    tests = {key_of(row): row for row in read_ranking(file)}
-    for row in run.rows or ():
-        tested = tests.get(key_of(row), {})
+    ranking = read_ranking(file)
+    several = len({row.get("source") for row in ranking}) > 1
+
+    def key(row):
+        return several and row.get("source"), row["row_id"]
+
+    tests = {key(row): row for row in ranking}
+    for row in run.rows:
+        tested = tests.get(key(row), {})
         if tested.get("hash") != row["hash"]:
             raise UserError(
                 f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
@@ -203,27 +176,20 @@ def join_row_tests(run, file):
         row["reason"], row["surprise"] = tested["reason"], tested["surprise"]
 
 
-def row_tests_section(run, texts, file):
-    """How many rows look bad by reason, how many of them the run keeps, and a few of them."""
+def row_tests_section(run, file):
+    """How many rows look bad by reason, how many of them the run keeps."""
     flagged = [row for row in run.rows if row["reason"]]
-    counts = {}
-    for row in flagged:
-        words = REASONS.get(row["reason"], row["reason"])
-        count = counts.setdefault(words, [words, 0, 0])
-        count[1] += 1
-        count[2] += row["kept"]
-    counts = sorted(counts.values(), key=lambda count: -count[1])
-    known = [row for row in flagged if row["hash"] in texts]
-    known.sort(key=lambda row: -row["surprise"])
-    words = ["train_offline.py", "--lower", *names_of(run.args.lower)]
-    words += ["--upper", *names_of(run.args.upper), "--model", run.args.model]
+    counts = collections.Counter(row["reason"] for row in flagged)
+    kept = collections.Counter(row["reason"] for row in flagged if row["kept"])
+    table = []
+    for reason, count in counts.most_common():
+        table.append([REASONS.get(reason, reason), count, kept[reason]])
     return (
-        f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad.</p>"
-        + html_table(["the answers are", "rows", "of these kept by the run"], counts)
-        + "<p>Train without them, or export the rest:</p>"
-        + command_box(*words, "--keep", file)
+        f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad. The "
+        "table below shows them, by reason.</p>"
+        + html_table(["the answers are", "rows", "of these kept by the run"], table)
+        + f"<p>Train without them: add <code>--keep {escaped_html(file)}</code>. Or export:</p>"
         + command_box("eval.py", "export", file)
-        + cards(known, texts)
     )
 
 
@@ -241,16 +207,14 @@ def best_ranking(run, row_tests):
 
     row_tests: a ranking that `join_row_tests` has joined, or None.
     """
+    metrics = final_metrics(run)
     scores = {}
-    for key, value in final_metrics(run).items():
-        name, _, figure = key.partition("/")
-        if figure == "auroc" and name in ("weight", *COLUMN_OF) and value is not None:
-            scores[name] = value
-    if row_tests and all("bad" in row for row in run.rows):
+    for name in ("weight", *COLUMN_OF):
+        scores[name] = metrics.get(f"{name}/auroc")
+    if row_tests and "bad" in run.rows[0]:
         surprise = [-row["surprise"] for row in run.rows]
-        value = auroc(surprise, [row["bad"] for row in run.rows])
-        if value is not None:
-            scores["row tests"] = value
+        scores["row tests"] = auroc(surprise, [row["bad"] for row in run.rows])
+    scores = {name: score for name, score in scores.items() if score is not None}
     if not scores:
         words = (
             f"No label says which ranking of {one_line(run.name)} is best. Its kept rows:"
@@ -313,12 +277,11 @@ def subtitle(run):
 
 def run_section(run, row_tests):
     """Everything about one run."""
-    texts = known_texts(run)
     page = f"<p class='muted'>{escaped_html(subtitle(run))}</p>"
     page += html_table(*before_and_after(run))
     if row_tests and run.rows:
-        page += row_tests_section(run, texts, row_tests)
-    page += "<h2>Rows</h2>" + rows_section(run, texts)
+        page += row_tests_section(run, row_tests)
+    page += rows_table(run) + new_answers(run)
     page += f'<h2>Curves</h2><div class="plots">{plots.of_run(run)}</div>'
     page += folded_table("Final metrics", run.result or {})
     return page + folded_table("Configuration", vars(run.args) | run.config["environment"])

@@ -36,8 +36,10 @@ SOURCES = (
 
 
 def names_of(sources):
-    """A list of sources, whether they are given as one string, as a list or not at all."""
-    return [sources] if isinstance(sources, str) else list(sources or ())
+    """A list of sources, whether they are given as one, as a list or not at all."""
+    if sources is None:
+        return []
+    return sources if isinstance(sources, list) else [sources]
 
 
 # --- one reader a file kind -----------------------------------------------------------------------
@@ -228,14 +230,16 @@ def make_parent(out):
 def check_output(path, *inputs):
     """Make the folder of `path`; `UserError` if writing there would destroy an input.
 
-    inputs: files, and run folders, which stand for their own files and for the rows that their
+    inputs: files or lists of them, and run folders: their own files and the rows that their
     config.json names. A file that is read as a run's must not be made either, so names decide.
     """
     make_parent(path)
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    protected = [Path(source) for source in inputs]
+    protected = []
+    for sources in inputs:
+        protected += map(Path, names_of(sources))
     for folder in list(protected):
         if (folder / "config.json").exists():
             arguments = read_json(folder / "config.json").get("args", {})

@@ -22,7 +22,6 @@ from baselines.dsir import ngram_buckets
 from data.layouts import transcript
 from data.tokens import read_messages
 from evaluation.losses import tokenised
-from evaluation.runs import names_of
 from evaluation.texts import show_table
 from runtime import folder, processes
 from train_offline import descend
@@ -46,7 +45,7 @@ def prompt_text(row):
 def read_level(sources, columns, seed):
     """The `SourceRow`s of some sources, shuffled."""
     rows = []
-    for source in names_of(sources):
+    for source in sources:
         rows += read_messages(source, columns)
     if not rows:
         raise UserError(f"{sources}: no row to train on")
@@ -75,8 +74,9 @@ def coverage(lower, upper):
     return (nearest >= among.quantile(NEAR)).double().mean().item()
 
 
-def median_words(texts):
-    return statistics.median(len(text.split()) for text in texts)
+def answer_words(rows):
+    """Words of an answer, the median."""
+    return statistics.median(len(row.messages[-1]["content"].split()) for row in rows)
 
 
 # --- does it guide? -------------------------------------------------------------------------------
@@ -161,10 +161,8 @@ def run_trusted(args):
         "different rows": len({row.hash for row in rows}),
         "different prompts": len(upper),
         "prompts that lower rows have too": len(by_prompt.keys() & set(lower_prompts)),
-        "words of a trusted prompt, median": median_words(by_prompt),
-        "words of a lower prompt": median_words(lower_prompts),
-        "words of a trusted answer": median_words(r.messages[-1]["content"] for r in rows),
-        "words of a lower answer": median_words(r.messages[-1]["content"] for r in lower),
+        "words of a trusted answer, median": answer_words(rows),
+        "words of a lower answer, median": answer_words(lower),
         "coverage": coverage(lower_prompts, list(by_prompt)),
         "held-out trusted loss after trusted rows": trusted.mean().item(),
         "after as many random lower rows": random_rows.mean().item(),
@@ -173,10 +171,7 @@ def run_trusted(args):
     }
     show_table(["figure", "value"], list(figures.items()))
     problems = problems_of(figures)
-    if problems:
-        print("\n".join(["Verdict: do not trust this set yet.", *problems]))
-    else:
-        print(
-            "Verdict: a good set. It is large enough, near the lower rows, and it guides."
-        )
+    if not problems:
+        problems = ["It is a good set: large enough, near the lower rows, and it guides."]
+    print("Verdict: " + " ".join(problems))
     return figures

@@ -91,7 +91,7 @@ def respond(model, tokenizer, prompts, max_new_tokens, template):
         list(map(str, encoded)),
         max_new_tokens=max_new_tokens,
         temperature=0.0,
-        end_ids=curate.end_tokens(rows, tokenizer, model),
+        end_ids=curate.end_tokens(tokenizer, template, model),
         label="answers",
     )
     texts = [""] * len(prompts)
@@ -158,20 +158,8 @@ def rate(args):
         preferences.setdefault(name, []).append(row["preference"])
     results = {name: win_rate(values) for name, values in preferences.items()}
     rows = [[name, *figures.values()] for name, figures in results.items()]
-    show_table(
-        [
-            "model",
-            "win rate",
-            "std. error",
-            "discrete",
-            "wins",
-            "draws",
-            "losses",
-            "n",
-            "missing",
-        ],
-        rows,
-    )
+    header = ["model", "win rate", "std. error", "discrete"]
+    show_table([*header, "wins", "draws", "losses", "n", "missing"], rows)
     print("RESULT " + json.dumps(results))
 
 

@@ -20,7 +20,7 @@ from selector import Selector, penalty
 BATCH = 8
 
 
-def tokenised(file, tokenizer):
+def read_rows(file, tokenizer):
     rows = []
     for line in Path(file).read_text().splitlines():
         row = json.loads(line)
@@ -42,7 +42,7 @@ def main(name, noisy_file, trusted_file, epochs=3, lr=2e-4):
     base = AutoModelForCausalLM.from_pretrained(name, attn_implementation=ATTENTION)
     lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora)
-    noisy, trusted = tokenised(noisy_file, tokenizer), tokenised(trusted_file, tokenizer)
+    noisy, trusted = read_rows(noisy_file, tokenizer), read_rows(trusted_file, tokenizer)
     selector = Selector(len(noisy), lr=10.0, optimizer="sgd")
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr)

@@ -46,22 +46,6 @@ FLAGS = {
     "name": {
         "help": "of the folder under runs/ and of the files under results/ (the scale; demo)",
     },
-    "data": {
-        "type": shlex.split,
-        "help": "arguments of every command: --model, --lower, ...",
-    },
-    "train": {
-        "type": shlex.split,
-        "help": "arguments of both training scripts",
-    },
-    "online": {
-        "type": shlex.split,
-        "help": "arguments of train_online.py",
-    },
-    "select": {
-        "type": shlex.split,
-        "help": "arguments of `python -m baselines`",
-    },
     "only": {"help": "only these methods, separated by '; '"},
     "workers": {
         "type": int,
@@ -71,17 +55,8 @@ FLAGS = {
         "action": "store_true",
         "help": "print the commands, run nothing",
     },
-    "qa": {
-        "type": shlex.split,
-        "default": [],
-        "help": "arguments of `eval.py qa`",
-    },
     "prompts": {
         "help": "file with instructions (the toy: its own puzzles)",
-    },
-    "judge": {
-        "type": shlex.split,
-        "help": "arguments of `eval.py winrate judge`",
     },
     "tokens": {
         "type": int,
@@ -98,6 +73,17 @@ FLAGS = {
         "help": "k over N (0.7)",
     },
 }
+
+
+for name, text in {
+    "data": "every command: --model, --lower, ...",
+    "train": "both training scripts",
+    "online": "train_online.py",
+    "select": "`python -m baselines`",
+    "qa": "`eval.py qa`",
+    "judge": "`eval.py winrate judge`",
+}.items():
+    FLAGS[name] = {"type": shlex.split, "help": f"arguments of {text}"}
 
 
 def parse_args(argv=None):

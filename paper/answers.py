@@ -34,7 +34,7 @@ def zero_shot(args):
         answered[method] = []
         for file in files:
             out = file.parent.with_name(f"qa{''.join(flags)}-{file.parent.name}.json")
-            words = ["eval.py", "qa", str(file.parent), *args.qa, *flags]
+            words = ["eval.py", "qa", str(file.parent), *(args.qa or ()), *flags]
             commands[out] = shlex.join([*words, "--out", str(out)])
             answered[method].append(out)
     run_each(args, commands, workers=1)  # The harness uses every core.

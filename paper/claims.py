@@ -8,7 +8,7 @@ the whole interval is as claimed. Italics: the whole interval contradicts the cl
 import json
 from pathlib import Path
 
-from paper.statistics import claim_row, interval, interval_text, verdict_of
+from paper.statistics import interval, interval_text
 
 UPPER = "upper_heldout"  # the held-out loss of the trusted rows, a metric of result.json
 ONLINE, DYNAMIC = "online R=10% G=1", "online dynamic"
@@ -59,7 +59,7 @@ CLAIMS = (
 
 
 def claims_of(table, rows):
-    """Rows under CLAIM_COLUMNS of the claims about a table that was measured.
+    """[[claim, its interval]] of the claims about a table that was measured.
 
     rows: {method: {key: cell}}.
     """
@@ -67,7 +67,7 @@ def claims_of(table, rows):
     for text, target, first, than, metric in CLAIMS:
         values = differences(rows, first, than, metric)
         if target == table and values:
-            lines.append(claim_row(text, values))
+            lines.append([text, marked(values)])
     return lines
 
 
@@ -77,16 +77,16 @@ def claims_by_scale():
     for text, table, first, than, metric in CLAIMS:
         cells = []
         for name in SCALES.values():
-            rows = stored_rows(f"{name}_{table.replace('-', '_')}")
+            rows = read_stored(f"{name}_{table.replace('-', '_')}")["rows"]
             cells.append(marked(differences(rows, first, than, metric)))
         lines.append([text, *cells])
     return ["the paper's claim", *SCALES], lines
 
 
-def stored_rows(name):
-    """The rows of results/NAME.json, none where it is not there."""
+def read_stored(name):
+    """The entries of results/NAME.json, no rows where it is not there."""
     file = Path("results") / f"{name}.json"
-    return json.loads(file.read_text())["rows"] if file.exists() else {}
+    return json.loads(file.read_text()) if file.exists() else {"rows": {}}
 
 
 def differences(rows, first, than, metric):
@@ -114,7 +114,7 @@ def marked(values):
     if not values:
         return "not run"
     mean, half = interval(values)
-    around = {"as claimed": "**", "the reverse": "*", "not resolved": ""}[
-        verdict_of(mean, half)
-    ]
-    return around + interval_text(mean, half) + around
+    text = interval_text(mean, half)
+    if half is None or abs(mean) <= half:
+        return text
+    return f"**{text}**" if mean < 0 else f"*{text}*"

@@ -4,12 +4,10 @@ Scales, seeds and folders are those of the tables, whose finished runs are used 
 """
 
 import argparse
-import random
 import shlex
 from pathlib import Path
 
 import utils
-from evaluation.runs import read_result
 from paper.faults import write_faulty
 from paper.plans import (
     METHODS,
@@ -53,11 +51,12 @@ RANKINGS = {
     "length": "-m baselines length",
     "IFD": "-m baselines ifd",
 }
-# (name of a ranking, the run that makes it, its score in result.json)
+# (name of a ranking, the run that makes it, its score of a row, higher is better)
 SCORES = (
-    ("omega", "BDS", "weight"),
-    ("loss under the guided model", "BDS", "final"),
-    ("omega, corrected", "BDS corrected", "weight"),
+    ("omega", "BDS", lambda row: -row["rank"]),
+    ("loss under the guided model", "BDS", lambda row: -row["final_loss"]),
+    ("omega, corrected", "BDS corrected", lambda row: -row["rank"]),
+    ("CoLoR", "CoLoR", lambda row: row["base_loss"] - row["final_loss"]),
 )
 
 
@@ -78,51 +77,30 @@ def compare_selectors(args):
         return
     results = {}
     for title, name, score in SCORES:
-        if name in runs:
-            results[title] = [scores_of(file.parent, score) for file in files_of[name]]
-    for file in files_of.get("CoLoR", ()):
-        rows = labelled_rows(file.with_name("weights.jsonl"))
-        taken = [row["base_loss"] - row["final_loss"] for row in rows]
-        results.setdefault("CoLoR", []).append(ranking_scores(rows, taken))
+        for file in files_of.get(name, ()):
+            metrics = scores_of(file.with_name("weights.jsonl"), score)
+            results.setdefault(title, []).append(metrics)
     for name in rankings:
-        results[name] = []
-        for file in files_of[name]:
-            rows = labelled_rows(file)
-            results[name].append(ranking_scores(rows, [row["score"] for row in rows]))
+        results[name] = [
+            scores_of(file, lambda row: row["score"]) for file in files_of[name]
+        ]
     keys = sorted({key for runs in results.values() for run in runs for key in run})
     columns = {key: key for key in keys if key.startswith(("auroc", "precision"))}
     show(args, results, columns)
 
 
-def scores_of(folder, score):
-    """The ranking metrics of one score of a finished run."""
-    metrics = {}
-    for key, value in read_result(folder).items():
-        if key.startswith(f"{score}/"):
-            metrics[key.removeprefix(f"{score}/")] = value
-    if "auroc" not in metrics:
-        raise UserError(
-            f"{folder}: the lower rows have no column `bad`; name a file that has"
-        )
-    return metrics
+def scores_of(file, score):
+    """The ranking metrics, by kind of fault, of a function of the rows; higher is better."""
+    import torch
 
-
-def labelled_rows(file):
-    """The rows of a ranking, each with a column `bad`."""
     rows = utils.read_jsonl(file)
     if any("bad" not in row for row in rows):
         raise UserError(
             f"{file}: the lower rows have no column `bad`; name a file that has"
         )
-    return rows
-
-
-def ranking_scores(labels, scores):
-    """Ranking metrics of scores, higher is better, against rows with bad and perhaps kind."""
-    import torch
-
-    bad = torch.tensor([row["bad"] for row in labels])
-    kinds = [row.get("kind") or "bad" for row in labels]
+    bad = torch.tensor([row["bad"] for row in rows])
+    kinds = [row.get("kind") or "bad" for row in rows]
+    scores = [score(row) for row in rows]
     return ranking_metrics(torch.tensor(scores, dtype=torch.float64), bad, kinds)
 
 
@@ -242,7 +220,7 @@ CONTROLS = {  # name: (command, arguments of `python -m toy write`)
 
 
 def null_controls(args):
-    """What must come out as nothing: permuted labels, no bad rows, an upper set of other tasks.
+    """What must come out as nothing: no bad rows, an upper set of other tasks.
 
     By default clean rows outnumber contrary ones three to one, and any training on the lower set
     learns the majority's convention. The pair with even conventions shows what the trusted set
@@ -255,14 +233,6 @@ def null_controls(args):
     if args.list:
         return
     results = results_of(files_of)
-    for name in ("as it is: BDS", "as it is: BDS corrected"):
-        permuted = []
-        for seed, file in enumerate(files_of[name]):
-            rows = labelled_rows(file.with_name("weights.jsonl"))
-            labels = random.Random(seed).sample(rows, len(rows))
-            scores = ranking_scores(labels, [-row["rank"] for row in rows])
-            permuted.append({f"weight/{key}": value for key, value in scores.items()})
-        results[name.replace("as it is", "labels permuted")] = permuted
     columns = {UPPER: "held-out loss"}
     for score in ("weight", "base"):
         for kind in ("contrary", "plain"):

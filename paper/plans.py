@@ -18,6 +18,7 @@ from pathlib import Path
 from evaluation.runs import read_result
 from options import RECIPES
 from paper.recipes import build_missing
+from paper.results import without_flags
 from paper.running import run_all, slug
 from toy import corpus
 from utils import UserError
@@ -154,7 +155,7 @@ def row_words(folder):
 
 
 def run_words(words, command, rows):
-    """The words of a run: those of the scale, and last the method's own, so that these win.
+    """The words of a run, each flag once: of the scale's and the method's own, the latter.
 
     words: {part: words} of `setting`; rows: those that name the rows of the toy.
     """
@@ -162,8 +163,10 @@ def run_words(words, command, rows):
     if script == "-m":
         module, *flags = flags
         if module == "row_tests":  # It reads the noisy and the trusted rows alone.
-            return [script, module, *flags, *rows[:4], *words["data"], *words["tests"]]
-        return [script, module, *flags, *rows, *words["data"], *words["select"]]
+            settings = [*rows[:4], *words["data"], *words["tests"]]
+        else:
+            settings = [*rows, *words["data"], *words["select"]]
+        return without_flags([script, module, *flags, *settings])
     online = []
     if "dynamic" in flags:
         online = words["dynamic"]
@@ -171,7 +174,7 @@ def run_words(words, command, rows):
         online = words["online"]
     if rows:
         rows = ["--preset", "toy", *rows]
-    return [script, *rows, *words["data"], *words["train"], *online, *flags]
+    return without_flags([script, *rows, *words["data"], *words["train"], *online, *flags])
 
 
 def budget_of(folder):
@@ -257,16 +260,8 @@ def execute(args, methods, rankings=None, toy=None):
                 ]
             files[name].append(file)
     run_each(args, first)
-    budgets = {
-        f"seed-{seed}": file.parent for seed, file in enumerate(files.get(REFERENCE, ()))
-    }
-    run_each(
-        args,
-        {
-            file: shlex.join(
-                [*command, "--token-budget", budget_of(budgets[file.parent.name])]
-            )
-            for file, command in on_kept.items()
-        },
-    )
+    for file, command in on_kept.items():
+        reference = folder_of(args) / slug(REFERENCE) / file.parent.name
+        command += ["--token-budget", budget_of(reference)]
+    run_each(args, {file: shlex.join(command) for file, command in on_kept.items()})
     return {name: files[name] for name in (*methods, *(rankings or {}))}

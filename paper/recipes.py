@@ -43,22 +43,6 @@ def openorca(rows):
     return [picked(rows, shuffled_rows(rows)[:56_000], orca_row)]
 
 
-def slimorca(rows):
-    """Open-Orca/SlimOrca: the human and the gpt turn of `conversations`; all 517,982 rows.
-
-    Open: nothing; the paper only mixes it. The system prompt is dropped, as for OpenOrca.
-    """
-    return [picked(rows, range(len(rows)), slimorca_row)]
-
-
-def red_team(rows):
-    """Anthropic/hh-rlhf, red-team-attempts: first turns of `transcript`, all 38,961 attempts.
-
-    Open: turns, filters. Assumed: the first human and the first assistant turn, nothing filtered.
-    """
-    return [picked(rows, range(len(rows)), red_row)]
-
-
 def redorca(red, slim):
     """RedOrca, a lower level: 22,400 red-teaming rows, then 89,600 of SlimOrca, 112,000 in all.
 
@@ -81,8 +65,8 @@ def blueorca(slim):
     """BlueOrca, an upper level: 112,000 SlimOrca rows that RedOrca does not hold.
 
     Open: the sources call it safe data distilled from SlimOrca and say no more. Assumed: the next
-    112,000 rows of RedOrca's shuffled order, nothing filtered. Any other reading is another source
-    for --upper: slimorca with --upper-limit, or a file.
+    112,000 rows of RedOrca's shuffled order, nothing filtered. Any other reading is another file
+    for --upper.
     """
     _, withheld = split_slimorca(slim)
     return [picked(slim, withheld, slimorca_row)]
@@ -104,8 +88,6 @@ RECIPES = {  # name: the function, then a (hub name, files) for each of its argu
         ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),
     ),
     "openorca": (openorca, ("Open-Orca/OpenOrca", "1M-GPT4-Augmented.parquet")),
-    "slimorca": (slimorca, SLIMORCA),
-    "red-team": (red_team, RED_TEAM),
     "redorca": (redorca, RED_TEAM, SLIMORCA),
     "blueorca": (blueorca, SLIMORCA),
     "rm-hh-rlhf": (rm_hh_rlhf, ("Dahoas/rm-hh-rlhf", "data/train-*.parquet")),

@@ -1,6 +1,6 @@
 """Stored results as Markdown, between markers in README.md and docs/*.md.
 
-    <!-- begin toy_table1 upper_heldout "planted_table1:upper_heldout=on text" claims -->
+    <!-- begin toy_table1 upper_heldout "planted_table1:upper_heldout=on text" -->
     <!-- end toy_table1 -->
 
 The first word is a file of results/ without its .json, or `seen`: the paper's claims with their
@@ -8,8 +8,7 @@ intervals at each scale (claims.py). Behind it, in any order, words as a shell s
 
     KEY, "KEY=HEADING"   a column, in this order, under its heading or another one
     FILE:KEY             a column of another file, beside; rows that either lacks have a "-"
-    "only=A; B"          the rows, and claims, that begin with A or with B
-    claims               what is claimed about these results, and on how many seeds it was seen
+    "only=A; B"          the rows that begin with A or with B
 
 What the results were made by always stands below.
 """
@@ -19,9 +18,8 @@ import shlex
 from pathlib import Path
 
 import utils
-from paper.claims import claims_by_scale
-from paper.results import read_stored
-from paper.statistics import CLAIM_COLUMNS, cell_text
+from paper.claims import claims_by_scale, read_stored
+from paper.statistics import cell_text
 from utils import UserError
 
 MARKED = re.compile(
@@ -62,15 +60,15 @@ def markdown_lines(header, rows):
 
 
 def rendered(words, place):
-    """The lines of a stored result: the columns asked for, its claims, what it was made by."""
+    """The lines of a stored result: the columns asked for, what it was made by."""
     name, *words = shlex.split(words)
-    stored = {name: read_stored(name, place)}
+    stored = {name: read_stored(name)}
     starts = ""
     columns = []
     for word in words:
         if word.startswith("only="):
             starts = tuple(word.removeprefix("only=").split("; "))
-        elif word != "claims":
+        else:
             columns.append(marked_column(word, name, stored, place))
     rows = {}
     for entries in stored.values():
@@ -81,9 +79,6 @@ def rendered(words, place):
                 ]
     texts = [[row, *(cell_text(cell) for cell in cells)] for row, cells in rows.items()]
     lines = markdown_lines(["", *(heading for _, _, heading in columns)], texts)
-    if "claims" in words:
-        claims = [claim for claim in stored[name]["claims"] if claim[0].startswith(starts)]
-        lines += ["", *markdown_lines(CLAIM_COLUMNS, claims)]
     return [*lines, "", " ".join(origin_of(*item) for item in stored.items())]
 
 
@@ -93,9 +88,9 @@ def marked_column(word, name, stored, place):
     file, _, key = column.rpartition(":")
     file = file or name
     if file not in stored:
-        stored[file] = read_stored(file, place)
+        stored[file] = read_stored(file)
     if not any(key in cells for cells in stored[file]["rows"].values()):
-        raise UserError(f"{place}: {file} has no column {key!r}")
+        raise UserError(f"{place}: results/{file}.json has no column {key!r}")
     return file, key, heading or stored[file]["columns"].get(key, key)
 
 

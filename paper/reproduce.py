@@ -14,7 +14,7 @@ from evaluation.runs import Run
 from paper.claims import DROP, DYNAMIC, ONLINE
 from paper.plans import METHODS, OFF, chosen, execute, run_each
 from paper.results import LOSSES, RANKS, UPPER, show
-from paper.running import ROOT, log_of
+from paper.running import log_of
 from paper.statistics import (
     cells_of,
     results_of,
@@ -24,29 +24,17 @@ from paper.statistics import (
 from toy import corpus
 from utils import each_jsonl, table
 
-# {table: {method: {model: "upper / lower evaluation loss"}}}, means over 4 runs of the paper
-PUBLISHED = {}
-for name in ("table1", "table3", "table3-dpo"):
-    file = ROOT / "results" / f"published_{name.replace('-', '_')}.json"
-    PUBLISHED[name] = json.loads(file.read_text())["rows"]
-
-
 # --- Tables 1 and 3 -------------------------------------------------------------------------------
 
 
 def losses_table(args):
-    """Table 1 or 3: the losses of every method, the paper's figures, each claim."""
+    """Table 1 or 3: the losses of every method, each claim."""
     wanted = chosen(args, METHODS)
     files = execute(args, {name: METHODS[name] for name in wanted})
     if args.list:
         return
-    results = with_base(results_of(files))
-    published = PUBLISHED[args.target]
-    rows = [[name, *published[name].values()] for name in wanted if name in published]
-    print("\nthe paper's upper / lower losses")
-    print(table(["", *published["BDS"]], rows))
     print("\nlosses in nats a token, mean ± std over seeds; lower is better")
-    show(args, results, {**LOSSES, **RANKS})
+    show(args, with_base(results_of(files)), {**LOSSES, **RANKS})
 
 
 # --- the figure of the top 10 % -------------------------------------------------------------------
@@ -143,10 +131,9 @@ def demo(args):
 def right_answers(folder):
     """How many answers of an online run on the toy are right, counted in its curated.jsonl.
 
-    Of the rows with a new answer: the share whose final answer is right when the recommendation,
-    always the new, or never the new one is taken; and the precision of "refined": of the rows so
-    recommended, the share whose new answer is right. repaired: of wrong originals those made right;
-    broken: of right ones those made wrong. None where there is no such row.
+    Of the rows with a new answer: the share whose final answer is right when always the new one, or
+    never, is taken; and the precision of "refined": of the rows so recommended, the share whose new
+    answer is right. repaired: of wrong originals those made right. None where there is no such row.
     """
     rows = []  # (is the original right, is the new answer right, is the new one recommended)
     for entry in each_jsonl(Path(folder) / "curated.jsonl"):
@@ -159,12 +146,8 @@ def right_answers(folder):
         return sum(values) / len(values) if values else None
 
     return {
-        "refined/right_recommended": share(
-            [new if picked else old for old, new, picked in rows]
-        ),
         "refined/right_always": share([new for _, new, _ in rows]),
         "refined/right_never": share([old for old, _, _ in rows]),
         "refined/precision": share([new for _, new, picked in rows if picked]),
         "refined/repaired": share([new for old, new, _ in rows if not old]),
-        "refined/broken": share([not new for old, new, _ in rows if old]),
     }

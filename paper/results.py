@@ -1,20 +1,27 @@
 """Stored results: results/NAME.json holds a table's cells and what they were made by.
 
 A table has "columns" {key: heading} and "rows" {name: {key: cell}}; statistics.py says what a cell
-is. "claims" are rows under its CLAIM_COLUMNS.
+is.
 """
 
 import datetime
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import utils
+
+# ruff: isort: split
+import torch
+
+# ruff: isort: split
 from paper.claims import UPPER, claims_of
-from paper.statistics import CLAIM_COLUMNS, cells_of, text_rows
-from utils import UserError, table
+from paper.statistics import cells_of, text_rows
+from utils import table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,65 +43,39 @@ RANKS = {
 
 
 def cpu_name():
-    """The processor's name as Linux tells it, else what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    for line in lines:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    """The processor's name as Linux tells it, else its kind."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if file.exists() else ""
+    match = re.search(r"model name\s*: (.+)", text)
+    return match[1] if match else platform.machine()
 
 
-def made_by(command, hardware=None):
-    """What a result was made by: command, date, commit, hardware, versions."""
-    import torch
-
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-    except OSError:  # There is no git here.
-        commit = ""
-    cores = (
+def hardware():
+    """What runs here: the GPU, or the CPU with what it multiplies by."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return (
         f"{os.cpu_count()} cores, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     )
+
+
+def made_by(command):
+    """What a result was made by: command, date, commit, hardware, version of torch."""
+    folder = shlex.quote(str(ROOT))
+    status, commit = subprocess.getstatusoutput(f"git -C {folder} rev-parse --short HEAD")
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
-        "commit": commit or None,
-        "hardware": hardware or cores,
+        "commit": None if status else commit,  # There may be no git here.
+        "hardware": hardware(),
         "torch": torch.__version__,
     }
 
 
-def save_results(path, command, results, hardware=None, **more):
-    """Write results as json with what they were made by.
-
-    hardware: what ran (this machine's cores), more: other entries of the file.
-    """
-    entries = {**made_by(command, hardware), **more, "results": results}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    utils.write_atomic(path, json.dumps(entries, indent=1) + "\n")
-
-
 def table_text(entries):
-    """The json text of a table, with a line for each entry and each row."""
-    lines = []
-    for key, value in entries.items():
-        if key != "rows":
-            lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
-    rows = []
-    for name, cells in entries["rows"].items():
-        rows.append(
-            f"  {json.dumps(name, ensure_ascii=False)}: {json.dumps(cells, ensure_ascii=False)}"
-        )
-    lines.append(' "rows": {\n' + ",\n".join(rows) + "\n }")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    """The json text of a table, a row of it in a line."""
+    text = json.dumps(entries, indent=1, ensure_ascii=False)
+    return re.sub(r"\n {3,}", " ", text) + "\n"
 
 
 def show(args, results, columns):
@@ -108,16 +89,13 @@ def show(args, results, columns):
     print("\n" + table(["", *columns.values()], text_rows(rows, columns)))
     claims = claims_of(args.target, rows)
     if claims:
-        print(
-            "\ndifferences (loss, 1 - AUROC or tokens) paired by seed; negative is as claimed"
-        )
-        print(table(CLAIM_COLUMNS, claims))
+        print("\ndifferences of loss, 1 - AUROC or tokens; negative is as claimed")
+        print(table(["claim", "difference, 95 %"], claims))
     file = Path("results") / f"{args.name}_{args.target.replace('-', '_')}.json"
     file.parent.mkdir(exist_ok=True)
     entries = {
         **made_by(args.command),
         "columns": columns,
-        "claims": claims,
         "rows": rows,
     }
     utils.write_atomic(file, table_text(entries))
@@ -125,22 +103,16 @@ def show(args, results, columns):
 
 
 def without_flags(words, *flags):
-    """The words less these flags and their values, given as `--flag value` or `--flag=value`."""
-    kept = []
-    skip = False
+    """The words less these flags and their values. Of a flag given twice the last one stays."""
+    groups = {"": []}
+    flag = ""
     for word in words:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif word.split("=")[0] not in flags:
-            kept.append(word)
+        if word.startswith("--"):
+            flag = word.split("=")[0]
+            groups[flag] = []
+        groups[flag].append(word)
+    kept = []
+    for flag, group in groups.items():
+        if flag not in flags:
+            kept += group
     return kept
-
-
-def read_stored(name, reader):
-    """The entries of results/NAME.json; reader: the file that has a place for them."""
-    file = Path("results") / f"{name}.json"
-    if not file.exists():
-        raise UserError(f"{file}: missing; {reader} has a place for it")
-    return json.loads(file.read_text())

@@ -7,11 +7,8 @@ cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It
 import re
 import statistics
 
-from evaluation.comparison import student_t
+from evaluation.comparison import mean_and_interval
 from evaluation.runs import read_result
-
-CLAIM_COLUMNS = ("claim", "seeds as claimed", "difference, 95 %", "verdict")
-
 
 # --- cells ----------------------------------------------------------------------------------------
 
@@ -64,11 +61,11 @@ def text_rows(rows, keys):
 
 def interval(differences):
     """(mean, half of the 95 % interval by Student's t) of paired differences; None of one seed."""
-    mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return mean, None
-    spread = statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, student_t(len(differences) - 1) * spread
+    figures = mean_and_interval(differences)
+    half = None
+    if figures["high"] is not None:
+        half = figures["high"] - figures["mean"]
+    return figures["mean"], half
 
 
 def interval_text(mean, half):
@@ -77,25 +74,6 @@ def interval_text(mean, half):
     if half is None:
         return f"{mean:+.{digits}f}, one seed"
     return f"{mean:+.{digits}f} ± {half:.{digits}f}"
-
-
-def verdict_of(mean, half):
-    """Whether the whole interval is below zero (as claimed), above it, or holds it."""
-    if half is None or abs(mean) <= half:
-        return "not resolved"
-    return "as claimed" if mean < 0 else "the reverse"
-
-
-def claim_row(text, differences):
-    """A row under CLAIM_COLUMNS: are the differences by seed negative?"""
-    below = sum(difference < 0 for difference in differences)
-    mean, half = interval(differences)
-    return [
-        text,
-        f"{below} of {len(differences)}",
-        interval_text(mean, half),
-        verdict_of(mean, half),
-    ]
 
 
 # --- results of many runs -------------------------------------------------------------------------

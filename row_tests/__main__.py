@@ -58,7 +58,7 @@ def rank_by_tests(args):
     model = shared.open_model(args)
     if args.adapter:
         model = models.add_lora(model, adapter=args.adapter)
-    reader = make_reader(model, tokenizer)
+    reader = make_reader(model, tokenizer, args.template)
     verdicts = verdicts_on(reader, levels.lower, levels.upper, args.seed)
     print_look(verdicts, levels.lower)
     shared.write_ranked(

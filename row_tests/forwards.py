@@ -45,8 +45,8 @@ class TurnReader:
     text_of: callable
 
 
-def make_reader(model, tokenizer):
-    """The `TurnReader` of a model with its tokenizer."""
+def make_reader(model, tokenizer, template=None):
+    """The `TurnReader` of a model with its tokenizer; template: as `load_rows` takes it."""
 
     @functools.cache
     def text_of(token):
@@ -55,7 +55,7 @@ def make_reader(model, tokenizer):
         begins_word = piece.startswith(("\u0120", "\u2581"))
         return f" {text}" if begins_word else text
 
-    return TurnReader(model, end_ids(tokenizer), text_of)
+    return TurnReader(model, end_ids(tokenizer, template), text_of)
 
 
 def telling_places(texts):

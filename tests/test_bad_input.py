@@ -73,7 +73,7 @@ def bad(tmp_path, files, folders, refused):
 
 BAD_LINES = {
     '{"prompt": "a", "response": ': "not valid JSON",
-    "[1, 2]": "the row is no object",
+    "[1, 2]": "the row is not an object (list)",
     '{"prompt": "a"}': 'no column "response"',
     '{"prompt": "a", "response": " "}': "an empty answer",
     json.dumps({"prompt": "long " * 200, "response": "b"}): "the prompt is too long",
@@ -88,7 +88,7 @@ def test_bad_rows_stop_nothing(train, bad, tmp_path):
         paths[level] = tmp_path / f"{level} and more.jsonl"
         paths[level].write_text("\n".join([*lines, *BAD_LINES]))
     run = train(paths, out="noisy", batch=4, epochs=1)
-    said = re.findall(r"(\w+: 6 rows), .* 5 rows set aside \((.*?)\)", run.text)
+    said = re.findall(r"(\w+: 6 rows), .* 5 rows set aside \((.*)\)", run.text)
     wanted = sorted(f"{reason}: 1" for reason in BAD_LINES.values())
     assert [level for level, _ in said] == ["lower: 6 rows", "upper: 6 rows"]
     assert all(sorted(reasons.split(", ")) == wanted for _, reasons in said)

@@ -12,7 +12,6 @@ from by_hand import token_logps
 from conftest import (
     CHATML,
     make_neox,
-    make_rows,
     make_tokenizer,
     read_rows,
     save_model,
@@ -29,7 +28,7 @@ from transformers import (
 import batches
 import curate
 import models
-from data.tokens import empty_prompt, load_rows
+from data.tokens import empty_prompt
 from generate import generate
 from utils import UserError, content_hash
 
@@ -152,26 +151,18 @@ def test_empty_prompt(prompts, expected):
 
 
 @pytest.mark.parametrize(("chat", "turn_end"), [(None, set()), (CHATML, {3})])
-def test_end_tokens(tmp_path, chat, turn_end):
-    """EOS, and what a complete row ends in: a chat's end of the turn. A cut row ends anywhere."""
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(3, 1))
+def test_end_tokens(chat, turn_end):
+    """EOS, the end of a chat's turn, and the ends of the model's own generation_config.json."""
     tokenizer = make_tokenizer(chat)
-    rows, _ = load_rows(path, tokenizer, cache_dir=str(tmp_path / "cache"))
-    config = GenerationConfig()  # without a word about ends, as the tiny models'
-    model = SimpleNamespace(generation_config=config)
-    assert curate.end_tokens(rows, tokenizer, model) == {0} | turn_end
-    cut = {"input_ids": [7, 8, 9], "trained": [0, 1, 1], "complete": False}
-    ends = {"input_ids": [7, 8, 3], "trained": [0, 1, 1], "complete": True}
-    for rows, expected in (([cut] * 100 + [ends], {0, 3}), ([cut], {0})):
-        rows = datasets.Dataset.from_list(rows)
-        assert curate.end_tokens(rows, tokenizer, model) == expected
-    for listed in ([7, 9], 7):  # of the model's generation_config.json
+    model = SimpleNamespace(generation_config=GenerationConfig())
+    assert curate.end_tokens(tokenizer, None, model) == {0} | turn_end
+    for listed in ([7, 9], 7):
         model.generation_config = GenerationConfig(eos_token_id=listed)
-        ends = {0} | set(np.atleast_1d(listed).tolist())
-        assert curate.end_tokens(rows, tokenizer, model) == ends
+        ends = {0} | turn_end | set(np.atleast_1d(listed).tolist())
+        assert curate.end_tokens(tokenizer, None, model) == ends
     made_up = GenerationConfig.from_model_config(LlamaConfig(eos_token_id=8))
     model.generation_config = made_up
-    assert curate.end_tokens(rows, tokenizer, model) == {0}
+    assert curate.end_tokens(tokenizer, None, model) == {0} | turn_end
 
 
 def test_answers_stop_where_transformers_stops(folders):
@@ -247,7 +238,12 @@ def calibrate(monkeypatch, folders):
         )
         monkeypatch.setattr(curate, "scores", scores)
         held_out = datasets.Dataset.from_dict(columns)
-        return curate.calibrate(model, held_out, SAMPLING, [3])
+        run = SimpleNamespace(
+            learner=SimpleNamespace(model=model),
+            rows=SimpleNamespace(upper_heldout=held_out),
+            tokenizer=make_tokenizer(),
+        )
+        return curate.calibrate(run, SAMPLING, None, [3])
 
     return call
 

@@ -23,14 +23,15 @@ LOSS, ANSWERS, SHARE = (
 
 
 def variables(text):
-    """{name: value} of the NAME=VALUE lines, $F put in."""
+    """{name: value} of the NAME=VALUE and NAME=(VALUES) lines, $F put in."""
     found = {}
-    for name, value in re.findall(r'^([A-Z]+)="?([^"\n]+)"?$', text, re.MULTILINE):
+    for name, value in re.findall(r"^([A-Z]+)=\(?([^()\n]+)\)?$", text, re.MULTILINE):
         found[name] = put_in(value, found)
     return found
 
 
 def put_in(text, names):
+    text = re.sub(r'"\$\{([A-Z]+)\[@\]\}"', lambda match: names[match[1]], text)
     return re.sub(r"\$([A-Z]+)", lambda match: names[match[1]], text)
 
 

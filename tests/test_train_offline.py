@@ -37,6 +37,13 @@ from utils import UserError, content_hash
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
+def chat(row):
+    return [
+        {"role": "user", "content": row["prompt"]},
+        {"role": "assistant", "content": row["response"]},
+    ]
+
+
 def same_adapter(run, other):
     return (run.out / ADAPTER).read_bytes() == (other.out / ADAPTER).read_bytes()
 
@@ -304,6 +311,36 @@ def test_eq_given_weights_are_those_of_the_loss(train, files, tmp_path):
         assert line["weight"] == pytest.approx(line["row_id"] / 3.5)
 
 
+def test_two_sources_of_two_layouts(train, files, tmp_path):
+    """The bad one has less weight and fewer kept rows; --keep, --weights and a resume know both."""
+    paths = files(lower=10, upper=10)
+    good = [{"messages": chat(row)} for row in read_rows(paths["upper"])[:10]]
+    sources = [paths["lower"], write_rows(tmp_path / "good.jsonl", good)]
+    options = {"lower": sources, "batch": 4, "omega_lr": 50, "keep_fraction": 0.5}
+    options |= {"lr": 1e-2, "epochs": 4, "model": "llama"}
+    run = train(paths, out="both", **options)
+    assert len(run.weights) == 20
+    kept, weights = {}, {}
+    for source in map(str, sources):
+        rows = [row for row in run.weights if row["source"] == source]
+        assert sorted(row["row_id"] for row in rows) == list(range(10))
+        kept[source] = sum(row["kept"] for row in rows) / 10
+        weights[source] = sum(row["weight"] for row in rows) / 10
+        line = next(line for line in run.text.splitlines() if line.startswith(source))
+        assert line.split()[1:] == ["10", f"{kept[source]:.4f}", f"{weights[source]:.4f}"]
+    bad, good = map(str, sources)
+    assert kept[bad] < kept[good]
+    assert weights[bad] < weights[good]
+    again = train(paths, out="both", **options, resume=True)
+    assert again.result == run.result
+    file = run.out / "weights.jsonl"
+    given = train(
+        paths, out="given", **options | {"method": "sft"}, keep=file, weights=file
+    )
+    keys = {(row["source"], row["row_id"]) for row in run.weights if row["kept"]}
+    assert {(row["source"], row["row_id"]) for row in given.weights} == keys
+
+
 def test_warm_up_and_targets(train, files):
     """Adam's first step is lr in every parameter; a third of it in a warm-up of three steps."""
     paths = files(lower=8, upper=6)
@@ -366,7 +403,7 @@ def test_run_folder_and_metrics(train, files):
     assert shown.items() <= run.result.items()
     assert len(shown) <= 25
     card = (run.out / "adapter/README.md").read_text()
-    assert f"| upper_heldout | {run.result['upper_heldout']} |" in card
+    assert f"| upper_heldout | {run.result['upper_heldout']:.4f} |" in card
     assert "More Information Needed" not in card
     assert [step["step"] for step in run.metrics] == list(range(6))
     for step in run.metrics:

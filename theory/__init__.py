@@ -49,7 +49,7 @@ Readings and corrections of the paper's text, with the reason:
     (smoothness, PL, descent, drift), checked at every step or checkpoint, and the hitting itself.
  9. The gap of 8 is not slack in constants. Descent times drift certifies, for small steps, a
     decrease of at most int_0^inf sigma^2 (1 + gamma/N) / (2V) exp(-sqrt2 B_X R - 2 B_X^2 S) dS,
-    by the same three facts a share 1 / (4 V M log V) of the loss (`certifiable_share`): a bound on
+    by the same three facts a share 1 / (4 V M log V) of the loss: a bound on
     |W_ov| by path length is exponential in what in truth grows like a logarithm.
 10. eps_0 depends on S_eps(k_0), which depends on gamma = eps^(-1/2): "for every eps > eps_0" is a
     condition on each eps, not a threshold. S_eps as a supremum gives the worst rate of the set.

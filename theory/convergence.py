@@ -153,22 +153,6 @@ def condition_floor(V, M):
     return 16 * math.e * V * M * math.log(V)
 
 
-def certifiable_share(V, M):
-    """The most of L_gamma that PL and drift together can remove, small steps (correction 9)."""
-    return 1 / (4 * V * M * math.log(V))
-
-
-def loss_floor(S, R, instance):
-    """A(k_0) = log(1 + (V-1) exp(-2 B_X^2 S - sqrt2 B_X R)): no smaller token loss in the tube."""
-    B_X = instance.B_X
-    return torch.log1p((instance.V - 1) * torch.exp(-2 * B_X**2 * S - ROOT2 * B_X * R))
-
-
-def smallest_epsilon(floor, N):
-    """eps_0 = max(2 A, (2 A / N)^(2/3))"""
-    return torch.maximum(2 * floor, (2 * floor / N) ** (2 / 3))
-
-
 def gradient_variation(step, problem, gamma, eta):
     """The largest |grad L(z(s)) - grad L(z)| / |z(s) - z|                (Lemma smoothness)
 
@@ -237,13 +221,10 @@ def inequalities(trace, eta, instance):
 def hypotheses(trace, epsilon, instance):
     """What the complete theorem asks of the start, and what is left of it.
 
-    S(k_0) is empty, so its constants take stand-ins, the most favourable value each: eps_0 is
-    evaluated at the largest S_eps that the definition allows, S_H; the bound on the hitting time at
-    S_eps = 0, that is with mu and L of the start itself.
+    S(k_0) is empty, so the bound on the hitting time takes the most favourable stand-in, S_eps = 0:
+    mu and L of the start itself.
     """
     left, right = initial_condition(trace.loss, trace.sigma_min, trace.R, instance)
-    S_H = certified_radius(trace.sigma_min[0], trace.R[0], instance)
-    floor = loss_floor(S_H, trace.R[0], instance)
     mu = pl_constant(trace.sigma_min[0], trace.R[0], instance) / 4
     L = smoothness_constant(trace.R[0], instance)
     return {
@@ -251,8 +232,6 @@ def hypotheses(trace, epsilon, instance):
         "right": float(right[0]),
         "left/right": float(left[0] / right[0]),
         "least on the path": float((left / right).min()),
-        "S_H": float(S_H),
-        "epsilon_0": float(smallest_epsilon(floor, instance.N)),
         "bound on steps": float(L / mu * torch.log(trace.loss[0] / epsilon)),
     }
 
@@ -339,12 +318,9 @@ def print_table(numbers):
         "inequalities": "The tightest value at every step checked, beside its limit",
         "hypotheses": "The complete theorem asks for left <= right at k_0 = 0. left/right cannot "
         f"be below 16 e V M log V, here\n{condition_floor(10, 10):.0f}, so S(k_0) is empty; "
-        "epsilon_0 and the bound on steps are the most favourable stand-ins",
+        "the bound on steps is the most favourable stand-in",
     }
     for name, heading in headings.items():
         print(heading)
         print_rows([run[name] for run in numbers["runs"]])
-    print(
-        f"tau grows like epsilon^{numbers['slope']:.2f}. For these V and M the path-length "
-        f"argument certifies at most {certifiable_share(10, 10):.1e} of the loss."
-    )
+    print(f"tau grows like epsilon^{numbers['slope']:.2f}.")

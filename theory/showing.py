@@ -1,6 +1,5 @@
 """What a part shows: a table of its numbers, and one figure."""
 
-import io
 from dataclasses import dataclass, field
 
 import utils
@@ -43,8 +42,6 @@ def save(figure, path):
     axes.set(xlabel=figure.x, ylabel=figure.y, **figure.settings)
     axes.legend()
     canvas.tight_layout()
-    content = io.BytesIO()
-    canvas.savefig(content, format="png", dpi=100, metadata={"Software": None})
+    canvas.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(canvas)
-    utils.write_atomic(path, content.getvalue())
     print(f"figure: {path}")

@@ -1,4 +1,10 @@
-"""DSIR's log weights against the reference package, and its ranking."""
+"""DSIR's log weights against the reference package, and its ranking.
+
+data/dsir_reference.json holds seeded sentences and odd ones, and what data-selection 1.0.3 with
+nltk 3.9.1 says of them: `HashedNgramDSIR([lower], [upper], cache, num_proc=1)`. NLTK 3.10 replaced
+Python's `re` by the `regex` package, whose \\w holds other characters (x² is one word to `re` and
+two to `regex`). The package was published with `re`.
+"""
 
 import json
 from pathlib import Path
@@ -13,10 +19,9 @@ REFERENCE = json.loads((Path(__file__).parent / "data" / "dsir_reference.json").
 
 
 def test_eq_dsir_log_weights_equal_the_packages():
-    weights, words = dsir.dsir_log_weights(REFERENCE["lower"], REFERENCE["upper"])
+    weights = dsir.dsir_log_weights(REFERENCE["lower"], REFERENCE["upper"])
     expected = np.array(REFERENCE["log_weights"])
     assert np.abs(weights - expected).max() < 1e-6
-    assert words.tolist() == REFERENCE["words"]
 
 
 def test_gumbel_top_k_samples_in_proportion_to_the_weights():
@@ -31,12 +36,6 @@ def test_gumbel_top_k_samples_in_proportion_to_the_weights():
 
 def test_dsir_ranks_by_weight_plus_seeded_noise(rank, files):
     files = files(lower=40, upper=20)
-    plain = rank("dsir", files, dsir_no_noise=True, keep_fraction=0.25)
-    weights = [row["log_weight"] for row in plain.rows]
-    assert plain.scores.tolist() == weights
-    best = plain.scores.argsort(descending=True, stable=True)
-    assert plain.order == best.tolist()
-    assert [row["kept"] for row in plain.ranked] == [True] * 10 + [False] * 30
     orders = []
     for seed in (0, 0, 1):
         made = rank("dsir", files, seed=seed)
@@ -58,13 +57,5 @@ def test_dsir_sees_prompt_and_response_of_all_upper_rows_but_the_held_out(rank, 
     given = rank("dsir", files, upper_heldout=files["heldout"])
     assert "27 upper rows" in split.text
     assert "30 upper rows" in given.text
-    weights, _ = dsir.dsir_log_weights(texts(files["lower"]), texts(files["upper"]))
+    weights = dsir.dsir_log_weights(texts(files["lower"]), texts(files["upper"]))
     assert [row["log_weight"] for row in given.rows] == pytest.approx(weights.tolist())
-
-
-def test_dsir_short_rows_come_last(rank, files):
-    files = files(lower=40, upper=20)
-    words = np.array([len(dsir.WORDS.findall(text)) for text in texts(files["lower"])])
-    made = rank("dsir", files, dsir_min_words=10)
-    short = np.flatnonzero(words < 10)
-    assert set(made.order[-len(short) :]) == set(short)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import listing, make_llama, make_rows, read_rows, write_rows
+from conftest import make_llama, make_rows, read_rows, write_rows
 from safetensors.torch import load_file
 
 import batches
@@ -74,18 +74,9 @@ def tokenised(folder, path, cache):
 
 def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
     lower = write_rows(tmp_path / "lower.jsonl", make_rows(9, 1))
-    upper = [{**row, "kind": "a"} for row in make_rows(7, 2)]
-    # What two groups ask for is among the lower rows.
-    upper[1] = {**make_rows(9, 1)[5], "kind": "b"}
-    upper[3] = {**make_rows(9, 1)[2], "kind": "c"}
-    upper = write_rows(tmp_path / "upper.jsonl", upper)
+    upper = write_rows(tmp_path / "upper.jsonl", make_rows(7, 2))
     heldout = write_rows(tmp_path / "heldout.jsonl", make_rows(2, 3))
-    settings = {
-        **LESS,
-        "warmup_fraction": 0.6,
-        "micro_batch": 3,
-        "upper_groups": True,
-    }
+    settings = {**LESS, "warmup_fraction": 0.6, "micro_batch": 3}
     made = rank(
         "less",
         {"lower": lower, "upper": upper},
@@ -99,7 +90,7 @@ def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
     assert rates == pytest.approx([1e-2 * (1 / 2 + 3 / 3) / 2, 1e-2 * (2 / 3 + 1 / 3) / 2])
     lower = tokenised(folders["llama"], lower, tmp_path / "cache")
     upper = tokenised(folders["llama"], upper, tmp_path / "cache")
-    scores = torch.zeros(9, 3, dtype=torch.float64)
+    scores = torch.zeros(9, dtype=torch.float64)
     for rate, state in zip(rates, states, strict=True):
         train = brute_gradients(folders["llama"], state["theta"], lower)
         valid = brute_gradients(folders["llama"], state["theta"], upper)
@@ -108,10 +99,8 @@ def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
             v = 0.999 * state["v"] + 0.001 * train[i] ** 2
             step = m / torch.sqrt(v + 1e-8)
             cosines = torch.nn.functional.cosine_similarity(step[None], valid, dim=1)
-            for j, members in enumerate(([0, 2, 4, 5, 6], [1], [3])):
-                scores[i, j] += rate / sum(rates) * cosines[members].mean()
-    assert scores.argmax(dim=1)[[5, 2]].tolist() == [1, 2]
-    assert torch.allclose(made.scores, scores.max(dim=1).values, rtol=0, atol=1e-10)
+            scores[i] += rate / sum(rates) * cosines.mean()
+    assert torch.allclose(made.scores, scores, rtol=0, atol=1e-10)
 
 
 def test_eq_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_path):
@@ -168,30 +157,14 @@ def test_less_continues_after_a_kill(rank, files, monkeypatch):
 def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp_path):
     rows = files()
     made = rank("less", rows, **LESS)
-    names = [name for name in listing(tmp_path) if name.startswith("kept.jsonl")]
-    before = {name: (tmp_path / name).read_bytes() for name in names}
+    before = made.file.read_bytes()
     other = shutil.copytree(folders["llama"], tmp_path / "other")
     make_llama(seed=7).save_pretrained(other)
     changed = read_rows(rows["lower"])
     changed[3]["response"] += " stone"
     changed = write_rows(tmp_path / "changed.jsonl", changed)
-    for word, options in (
-        ("model", {"model": other}),
-        ("lower rows", {"lower": changed}),
-        ("seed", {"seed": 1}),
-        (
-            "upper groups",
-            {"upper_groups": True, "upper_columns": "kind=prompt"},
-        ),
-    ):
+    for word, options in (("model", {"model": other}), ("lower rows", {"lower": changed})):
         line = refused(lambda options=options: rank("less", rows, **{**LESS, **options}))
         assert word in line
         assert f"{made.file}.less" in line
-    assert before == {name: (tmp_path / name).read_bytes() for name in names}
-
-
-def test_less_groups_need_a_column(rank, files, refused):
-    rows = files()
-    assert "no column kind" in refused(
-        lambda: rank("less", rows, upper_groups=True, **LESS)
-    )
+    assert made.file.read_bytes() == before

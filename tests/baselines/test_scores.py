@@ -78,19 +78,6 @@ def test_the_blank_prompt_of_a_sorted_file_is_the_templates(folders, tmp_path):
     assert blank.replace(" ", "") == BLANK["llama"].replace(" ", "")
 
 
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        ("aligned", [0, 4, 2, 3, 1]),
-        ("hard", [2, 4, 0, 3, 1]),
-    ],
-)
-def test_ifd_orders(order, expected):
-    ratios = torch.tensor([0.3, 1.2, 0.9, 1.0, 0.5])
-    made = scores.ifd_scores(ratios, order)["score"]
-    assert made.argsort(descending=True).tolist() == expected
-
-
 def test_length_counts_characters_and_random_is_seeded(rank, files):
     files = files(lower=50)
     responses = [row["response"] for row in read_rows(files["lower"])]

@@ -5,7 +5,6 @@ import torch
 from conftest import is_spread
 
 from batches import row_losses
-from benchmarks.__main__ import main
 from benchmarks.shapes import load_shape
 from benchmarks.step import (
     BDS_CURRENT,
@@ -16,7 +15,6 @@ from benchmarks.step import (
     Steps,
     compare_steps,
     online_name,
-    product_share,
     tokens_in,
 )
 
@@ -46,28 +44,6 @@ def test_step_on_the_toy(measured, no_trl):
     floor = results[BDS_NEXT]["floor"]
     assert 1.0 < floor["min"] <= floor["max"] < 1.5
     assert "not installed" in measured.text
-
-
-def test_step_on_files_with_a_larger_vocabulary(measured, files, folders, no_trl):
-    rows = files(lower=6, upper=5)
-    results = measured(
-        "step",
-        "--rounds",
-        1,
-        "--batch",
-        3,
-        "--lower",
-        rows["lower"],
-        "--upper",
-        rows["upper"],
-        "--model",
-        folders["neox"],
-        "--vocabulary",
-        500,
-    )
-    assert all(results[name]["loss_difference"] < 1e-6 for name in OURS)
-    assert results[SFT]["loss"] < 12  # random weights: about log 500 and a bit
-    assert "V 500" in measured.text
 
 
 def test_five_answers_to_a_masked_row(no_trl):
@@ -100,16 +76,6 @@ def test_a_step_without_enough_memory_is_recorded(monkeypatch, no_trl):
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
-def test_the_share_of_the_products(monkeypatch):
-    """4 FLOP a weight and token in two layers, and those of the head and of the adapter."""
-    monkeypatch.setattr("benchmarks.step.product_rate", lambda device, dtype: 1e9)
-    results = {SFT: {"tokens_per_second": {"median": 1000.0}}}
-    share, _ = product_share(tiny_steps(batch=2), results)
-    attention = 64 * 64 * 2 + 64 * 32 * 2
-    layers = 4 * 2 * (attention + 3 * 64 * 128)
-    assert layers < share * 1e9 / 1000 < 2 * layers
-
-
 def test_trl_takes_the_same_rows():
     """Its loss is the mean over the step's response tokens, with the adapter where it began."""
     pytest.importorskip("trl")
@@ -121,14 +87,3 @@ def test_trl_takes_the_same_rows():
     assert results[TRL]["loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert "loss_difference" not in results[TRL]
     assert results[PADDED]["loss_difference"] < 1e-6
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--lower", "rows.jsonl"],
-        ["--model", "tiny", "--lower", "rows.jsonl"],
-    ],
-)
-def test_rows_that_would_not_be_read_are_refused(refused, words):
-    assert "--model" in refused(lambda: main(["step", *words]))

@@ -32,7 +32,6 @@ def test_table2_without_a_gpu_estimates_nothing(measured):
     assert len(results) == 7
     assert results["BDS"]["published_hours"] == {"pythia-1b": 0.31, "llama3-8b": 11.75}
     assert not results["BDS"]["extrapolated_hours"]
-    assert len(results) == 7
 
 
 def test_table2_extrapolates_measured_steps(measured):

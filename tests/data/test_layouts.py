@@ -5,6 +5,7 @@ Rows are written as JSON in which a word in capitals stands for a message or a c
 
 import json
 import re
+from decimal import Decimal
 
 import pytest
 from conftest import CHATML, make_tokenizer, reasons, write_rows
@@ -192,19 +193,19 @@ def test_columns_and_keys_that_are_not_read_are_named(load):
 # --- what sets a row aside ------------------------------------------------------------------------
 
 BAD_ROWS = {
-    "3": "the row is no object",
-    "[1, 2]": "the row is no object",
+    "3": "the row is not an object (int)",
+    "[1, 2]": "the row is not an object (list)",
     "{}": 'no column "messages"',
-    '{"messages": "hello"}': "not a list of messages (str)",
-    '{"messages": ["hello"]}': "a message is no object",
+    '{"messages": "hello"}': "the conversation is not a list (str)",
+    '{"messages": ["hello"]}': "a message is not an object (str)",
     '{"messages": [{"role": "wizard", "content": "x"}]}': "the unknown role 'wizard'",
     '{"messages": [ASK, {"role": "gpt", "weight": 0.5}]}': "a weight that is neither 0 nor 1",
     '{"messages": [{"role": "user", "content": {}}]}': "a message is not text (dict)",
     '{"messages": [{"role": "user", "content": [[3]]}]}': "a part of a message is not text (list)",
     '{"chosen": "none", "rejected": "x"}': 'not a dialogue that starts with "Human: "',
-    '{"prompt": "a", "response": ["b"]}': "a message is no object",
+    '{"prompt": "a", "response": ["b"]}': "a message is not an object (str)",
     '{"prompt": "a", "response": {"b": 1}}': '"response" is not text (dict)',
-    '{"prompt": ["a"], "response": "b"}': "a message is no object",
+    '{"prompt": ["a"], "response": "b"}': "a message is not an object (str)",
     '{"prompt": "a", "response": "b", "bad": "x"}': 'the label "bad" is neither true nor false',
     '{"prompt": "a", "response": "b", "kind": []}': 'the label "kind" is not text (list)',
     '{"prompt": "Sort:", "input": "b a", "response": "a b"}': '"input" has text that this layout '
@@ -241,7 +242,7 @@ def test_rows_that_cannot_be_used_are_set_aside_by_name(load, turns):
     """A file of every kind of bad row: the rest is read, and the first row decides nothing."""
     good = '{"messages": [ASK, ANSWER]}'
     source = ['{"text": "x", "label": 1}', good]
-    wanted = {"no known layout": [0]}
+    wanted = {"unknown layout": [0]}
     for row, reason in BAD_ROWS.items():
         wanted.setdefault(reason, []).append(len(source))
         source += [row, good]
@@ -259,8 +260,8 @@ def test_a_file_that_is_mostly_bad_is_refused_with_three_rows(load):
     good = '{"messages": [ASK, ANSWER]}'
     source = [*[good] * 4, *BAD_ROWS][:10]
     message = (
-        r"source\.jsonl: 6 of 10 rows cannot be used \(line 5: the row is no object; line 6: the "
-        r'row is no object; line 7: no column "messages"\)$'
+        r"source\.jsonl: 6 of 10 rows cannot be used \(line 5: the row is not an object \(int\); "
+        r'line 6: the row is not an object \(list\); line 7: no column "messages"\)$'
     )
     with pytest.raises(UserError, match=message):
         load(*source)
@@ -284,6 +285,10 @@ def test_numbers_are_their_text(load):
     assert rows["response"][:] == ["true", "42"]
     assert rows["kind"][:] == ["3", ""]
     assert report["numbers"] == 5
+    assert (
+        layouts.text_of(Decimal("1.50"), "a cell of a parquet file", layouts.Notes())
+        == "1.50"
+    )
 
 
 @pytest.mark.parametrize(

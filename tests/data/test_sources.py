@@ -104,7 +104,7 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
         (
             "x.json",
             '{"a": [{"b": 1}], "c": [{"d": 1}]}',
-            r"x.json: .*no known layout\); the columns are 'a', 'c'",
+            r"x.json: .*unknown layout\); the columns are 'a', 'c'",
         ),
         ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),
@@ -165,6 +165,7 @@ HEAD = "prompt,response\na,b\n"
         "bytes.jsonl": LINE.encode() + b'{"\xff": 1}\n' + LINE.encode(),
         "twice.jsonl": LINE + TWICE + "\n" + LINE,
         "inside.jsonl": LINE + INSIDE + "\n" + LINE,
+        "answer.jsonl": LINE + f'{{"prompt": "a", "response": {TWICE}}}\n' + LINE,
         "twice.json": f"[{LINE}, {TWICE}, {LINE}]",
         "under a key, twice.json": f'{{"rows": [{LINE}, {TWICE}, {LINE}]}}',
         "less.csv": HEAD + "only one\na,b\n",
@@ -194,9 +195,9 @@ def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
 
 
 def test_rows_under_a_key(load, tmp_path, capsys):
-    write(tmp_path / "x.json", f'{{"version": "1.0", "tags": ["a"], "data": [\n{LINE}]}}')
-    assert load("x.json")[0]["response"][:] == ["b"]
-    assert "x.json: reads the rows under the key 'data'" in capsys.readouterr().out
+    write(tmp_path / "X.JSON", f'{{"version": "1.0", "tags": ["a"], "data": [\n{LINE}]}}')
+    assert load("X.JSON")[0]["response"][:] == ["b"]
+    assert "X.JSON: reads the rows under the key 'data'" in capsys.readouterr().out
     talk = '{"messages": [{"role": "user", "content": "a"}, \n {"role": "gpt", "content": "b"}]}'
     write(tmp_path / "y.json", talk)
     assert load("y.json")[0]["response"][:] == ["b"], "messages are no rows"

@@ -242,7 +242,7 @@ SPOKEN = "Write <think> first, then </think> last, as in HTML."
 )  # fmt: skip
 def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
     tokenizer = make_tokenizer(template)
-    row = load(tokenizer, ("q", text))[0]
+    row = load(tokenizer, ("What is <think>?", text))[0]
     shown = tokens.show_example(row, tokenizer)
     assert shown.endswith(f"assistant\n{prompt}⟦{front}{text}<|im_end|>⟧")
     assert tokens.response_text(tokenizer, trained(row)) == text == row["response"]
@@ -252,13 +252,30 @@ def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
 
 
 @pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("{{ m['content'] }}", "⟦ red \n<|im_end|>⟧"),
+        ("{{ m['content'] | trim }}", "⟦red<|im_end|>⟧"),
+        ("{{ m['content'].rstrip() }}", "⟦ red<|im_end|>⟧"),
+    ],
+)
+def test_a_template_may_trim_an_answer(load, answer, expected):
+    shown = show(load, make_tokenizer(chat(answer)), ("q", " red \n"))
+    assert shown.endswith(expected)
+
+
+@pytest.mark.parametrize(
     ("template", "middle", "last"),
     [
         (chat(DELETED), "b<|im_end|>", "d<|im_end|>"),
         (chat(end="<|im_end|>", last="<eos>"), "b<|im_end|>", "d<|im_end|>\n<eos>"),
         (chat(end=""), "b", "d<eos>"),
         (chat(end="", last="<eos>"), "b", "d<eos>"),
-        (chat(REWRITTEN, "<think>\n"), "\n</think>\n\nb<|im_end|>", "\n</think>\n\nd<|im_end|>"),
+        (
+            chat("{% if loop.last %}" + EMPTY + "{% endif %}{{ m['content'] }}", "<think>\n"),
+            "\n</think>\n\nb<|im_end|>",
+            "\n</think>\n\nd<|im_end|>",
+        ),
         (
             chat("{% if loop.last %}<eos>{% endif %}".join(["{{ m['content'] }}", ""]), "x"),
             "b<|im_end|>",
@@ -313,6 +330,7 @@ def test_the_day_is_always_the_same(load):
         "<|im_end|>",
         "analysis<|im_start|>hm<|im_start|>final<|im_start|>red<|im_end|>",
         EMPTY + EMPTY + "red<|im_end|>",
+        "red</s><|im_end|>",
     ],
 )
 def test_an_answer_that_would_not_train_as_itself(answer):

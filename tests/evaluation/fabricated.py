@@ -72,6 +72,7 @@ def finish(folder, omega, args, loss):
     for rank, row in enumerate(omega.argsort(descending=True).tolist(), 1):
         entries.append(
             {
+                "source": "lower.jsonl",
                 "row_id": row,
                 "hash": f"{row:016x}",
                 "rank": rank,
@@ -162,6 +163,13 @@ class Page(html.parser.HTMLParser):
             self.target.append(data)
         else:
             self.text.append(data)
+
+
+def column(page, name):
+    """{rank: value} of a column of the page's first table of rows."""
+    names = page.tables[0]["columns"]
+    place = names.index("rank"), names.index(name)
+    return {row[place[0]]: row[place[1]] for row in page.tables[0]["rows"]}
 
 
 def make_page(tmp_path, *folders, row_tests=None):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
 import eval as front
-from data import layouts, tokens
+from data import layouts, sets, tokens
 from evaluation.export import FORMATS, copies_of
 
 TURNS = ("messages", "prompt-completion")  # formats that keep them
@@ -206,10 +206,9 @@ def test_all_rows_and_copies_by_hand(by_hand, export):
 def test_eq_copies_are_the_weights_in_expectation():
     weights = torch.tensor([0.2, 0.0, 2.75, 1.05, 1.0]).double()
     copies = torch.stack([copies_of(weights, seed) for seed in range(2000)]).double()
-    assert ((copies - weights).abs() < 1).all()
-    assert set(copies.sum(dim=1).tolist()) <= {5.0, 6.0, 4.0}
+    assert (copies - weights).abs().max() < 1
+    assert (copies.sum(dim=1) - 5).abs().max() <= 1
     torch.testing.assert_close(copies.mean(dim=0), weights, atol=0.03, rtol=0)
-    assert torch.equal(copies_of(weights, 7), copies_of(weights, 7))
 
 
 # --- several sources ------------------------------------------------------------------------------
@@ -247,23 +246,21 @@ def test_moved_sources(mixed, tmp_path, export, refused):
     before = read_rows(export(ranking)[0])
     moved = tmp_path / "moved"
     moved.mkdir()
-    for file in (first, second):
-        write_rows(moved / file.rpartition("/")[2], read_rows(file))
     files = moved / "rows.json", moved / "a.jsonl"
-    (tmp_path / "a.jsonl").unlink()
+    for file in (first, second):
+        (tmp_path / file).rename(moved / file.rpartition("/")[2])
     assert "a.jsonl: no such file" in refused(lambda: export(ranking))
     assert read_rows(export(ranking, "--lower", *files)[0]) == before
-    line = refused(lambda: export(ranking, "--lower", moved / "a.jsonl"))
+    line = refused(lambda: export(ranking, "--lower", files[1]))
     assert f"0 of the 1 files have the name of the source {second}" in line
-    rows = read_rows(moved / "a.jsonl")
-    rows[2]["response"] = "another"
-    write_rows(moved / "a.jsonl", rows)
-    line = refused(lambda: export(ranking, "--lower", *files))
-    assert f"{moved / 'a.jsonl'} row 2: has hash" in line
-    write_rows(moved / "a.jsonl", rows[:2])
-    line = refused(lambda: export(ranking, "--lower", *files))
-    assert f"{moved / 'a.jsonl'} row 2: is not there" in line
-    assert "(2 such rows" in line
+    rows = read_rows(files[1])
+    for changed, words in (
+        ([*rows[:2], *rows[:2]], "row 2: has hash"),
+        (rows[:2], "row 2: is not there"),
+    ):
+        write_rows(files[1], changed)
+        line = refused(lambda: export(ranking, "--lower", *files))
+        assert f"{files[1]} {words}" in line
 
 
 # --- runs and rankings ----------------------------------------------------------------------------
@@ -285,9 +282,7 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     rank, files, tmp_path, export, refused
 ):
     paths = files(lower=8)
-    rows = []
-    for row in read_rows(paths["lower"]):
-        rows.append({"q": row["prompt"], "a": row["response"]})
+    rows = [{"q": f"question {number}", "a": "x"} for number in range(8)]
     write_rows(paths["lower"], rows)
     columns = "prompt=q,response=a"
     ranked = rank("random", paths, keep_fraction=0.5, lower_columns=columns)
@@ -296,43 +291,15 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     assert [row["weight"] for row in written] == [1.0] * 4
     kept = sorted(row["row_id"] for row in ranked.ranked if row["kept"])
     assert [row["prompt"][0]["content"] for row in written] == [rows[n]["q"] for n in kept]
-    assert "unknown layout" in refused(lambda: export(ranked.file, *flags[:2]))
+    assert "--lower-columns its columns" in refused(lambda: export(ranked.file, *flags[:2]))
     for line in ranked.ranked:
         line.pop("source", None)
     write_rows(ranked.file, ranked.ranked)
     assert "names no source" in refused(lambda: export(ranked.file))
 
 
-@pytest.mark.parametrize("layout", ["alpaca", *TURNS])
-def test_our_reader_reads_what_a_run_exports(online, files, export, tmp_path, bent, layout):
-    """Kept or rewritten rows with the recommended response."""
-    bent("refined", "original")
-    run = online(
-        files(lower=14, upper=6),
-        batch=7,
-        epochs=2,
-        omega_lr=30,
-        keep_fraction=0.7,
-        ratio_masked=0.5,
-        lr=1e-2,
-        max_new_tokens=12,
-    )
-    expected = []
-    for entry in sorted(run.curated, key=lambda entry: entry["row_id"]):
-        if entry["recommended"] == "refined":
-            expected.append((entry["prompt"], entry["refined"]))
-        elif entry["kept"]:
-            expected.append((entry["prompt"], entry["response"]))
-    assert len({(entry["kept"], entry["recommended"]) for entry in run.curated}) == 4
-    file, _ = export(run.out, "--format", layout)
-    rows = tokens.load_rows(file, make_tokenizer(), cache_dir=tmp_path / "cache")[0]
-    texts = list(zip(rows["prompt"], rows["response"], strict=True))
-    assert texts == [pair for pair in expected if pair[1].strip()]
-
-
-def test_pairs_train_dpo(train, online, files, export, tmp_path, bent):
-    """The new answer over the original of every rewritten row, kept or not; our loader reads both
-    sides, conversations too."""
+def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
+    """Kept or rewritten rows with the recommended response; pairs of every rewritten row."""
     bent("refined", "original", "undecided")
     paths = files(upper=6)
     paths["lower"] = write_rows(tmp_path / "talks.jsonl", talks(24))
@@ -346,21 +313,25 @@ def test_pairs_train_dpo(train, online, files, export, tmp_path, bent):
         lr=1e-2,
         max_new_tokens=12,
     )
-    rewritten = [entry for entry in run.curated if entry["recommended"] == "refined"]
-    rewritten.sort(key=lambda entry: entry["row_id"])
+    entries = sorted(run.curated, key=lambda entry: entry["row_id"])
+    rewritten = [entry for entry in entries if entry["recommended"] == "refined"]
+    assert {entry["kept"] for entry in rewritten} == {True, False}
+    answers = {entry["row_id"]: entry["refined"] for entry in rewritten}
+    expected, pairs = [], []
+    for entry in entries:
+        *prompt, original = layouts.conversation(entry)
+        if entry["kept"] or entry["row_id"] in answers:
+            text = answers.get(entry["row_id"], entry["response"])
+            expected.append((prompt, [assistant(text)]))
+        if entry["row_id"] in answers:
+            pairs.append((prompt, [assistant(entry["refined"])], [original]))
+    rows = read_rows(export(run.out)[0])
+    assert [(row["prompt"], row["completion"]) for row in rows] == expected
     file, _ = export(run.out, "--format", "pairs")
-    pairs = read_rows(file)
-    assert len(pairs) == len(rewritten) > 4
-    for pair, entry in zip(pairs, rewritten, strict=True):
-        assert pair["prompt"] == layouts.conversation(entry)[:-1]
-        assert pair["chosen"] == [assistant(entry["refined"])]
-        assert pair["rejected"] == [assistant(entry["response"])]
-    rows = {
-        "lower": write_rows(tmp_path / "new.jsonl", make_rows(8, seed=9)),
-        "upper": file,
-    }
-    dpo = train(rows, out="dpo", upper_loss="dpo", batch=4, epochs=1)
-    assert math.isfinite(dpo.result["upper_heldout"])
+    rows = read_rows(file)
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == pairs
+    loaded, _ = sets.load_pairs(file, make_tokenizer(), cache_dir=tmp_path / "cache")
+    assert 3 < len(loaded) <= len(pairs)
 
 
 def test_what_holds_no_row_leaves_no_file(tmp_path, export, refused):
@@ -385,35 +356,33 @@ def test_what_holds_no_row_leaves_no_file(tmp_path, export, refused):
 # --- TRL ------------------------------------------------------------------------------------------
 
 
-def trl_trainer(file, tmp_path, folder, **options):
-    """TRL's SFTTrainer on the file as it is."""
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TURNS)
+def test_trl_sees_the_turns_that_were_trained_on(
+    curated, export, tmp_path, folders, layout
+):
+    """The rows of TRL's own data set, decoded: every turn, and a separator before the answer.
+
+    TRL then takes a step on them.
+    """
     trl = pytest.importorskip("trl", reason="TRL is not installed")
+    run = curated(model="neox")
+    file, _ = export(run.out, "--format", layout)
+    tokenizer = AutoTokenizer.from_pretrained(folders["neox"])
     config = trl.SFTConfig(
         output_dir=str(tmp_path / "trl"),
         report_to=[],
         use_cpu=True,
         bf16=False,
         save_strategy="no",
-        **options,
+        max_steps=1,
     )
-    return trl.SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder),
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folders["neox"]),
         train_dataset=as_trainer(file, tmp_path),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=tokenizer,
         args=config,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", TURNS)
-def test_trl_sees_the_turns_that_were_trained_on(
-    curated, export, tmp_path, folders, layout
-):
-    """The rows of TRL's own data set, decoded: every turn, and a separator before the answer."""
-    run = curated(model="neox")
-    file, _ = export(run.out, "--format", layout)
-    trainer = trl_trainer(file, tmp_path, folders["neox"], max_steps=1)
-    tokenizer = AutoTokenizer.from_pretrained(folders["neox"])
     entries = sorted(run.curated, key=lambda entry: entry["row_id"])
     for row, entry in zip(trainer.train_dataset, entries, strict=True):
         text = tokenizer.apply_chat_template(layouts.conversation(entry), tokenize=False)
@@ -423,27 +392,4 @@ def test_trl_sees_the_turns_that_were_trained_on(
             pairs = zip(row["input_ids"], mask, strict=True)
             trained = [token for token, is_trained in pairs if is_trained]
             assert tokenizer.decode(trained).startswith(entry["response"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", TURNS)
-def test_trl_trains_on_an_export(online, files, export, tmp_path, layout, folders):
-    """Three steps: finite losses, weights that move."""
-    run = online(files(lower=12, upper=6), batch=6, epochs=1, keep_fraction=1.0)
-    trainer = trl_trainer(
-        export(run.out, "--format", layout)[0],
-        tmp_path,
-        folders["neox"],
-        max_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-    )
-    assert len(trainer.train_dataset) == 12
-    weight = trainer.model.get_input_embeddings().weight
-    before = weight.detach().clone()
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3
-    assert all(math.isfinite(loss) for loss in losses)
-    assert not torch.equal(weight, before)
+    assert math.isfinite(trainer.train().training_loss)

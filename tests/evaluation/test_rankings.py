@@ -31,20 +31,6 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     assert "No such file" in refused(lambda: keep(tmp_path, 0.5))
 
 
-def test_keep_counts_the_ranks_of_a_file_anew(tmp_path):
-    """A person may have cut a ranking: its ranks then skip some."""
-    path = tmp_path / "ranking.jsonl"
-    ranks = (12, 2, 3, 9, 10, 11, 1, 13)
-    write_rows(
-        path, [{"row_id": n, "hash": "h", "rank": rank} for n, rank in enumerate(ranks)]
-    )
-    keep(path, 0.85)
-    kept = read_rows(tmp_path / "ranking.kept.jsonl")
-    assert [row["row_id"] for row in kept] == [6, 1, 2, 3, 4, 5, 0, 7]
-    assert [row["rank"] for row in kept] == list(range(1, 9))
-    assert [row["kept"] for row in kept] == [True] * 7 + [False]
-
-
 def test_keep_by_any_column(tmp_path, capfd, refused):
     """final_loss grows with the row_id, of losses the smallest is best; the direction is said."""
     run = fabricate(tmp_path / "run")
@@ -73,18 +59,20 @@ def test_keep_by_any_column(tmp_path, capfd, refused):
 
 
 def test_keep_never_keeps_a_row_that_looks_bad(tmp_path, capfd):
-    """Four of ten rows are flagged, the best one by loss among them."""
+    """Four of ten rows are flagged, the best one among them. A person may have cut the file: its
+    ranks skip some, and are counted anew."""
     path = tmp_path / "ranking.jsonl"
     lines = []
     for n in range(10):
         reason = "end" if n in (0, 3, 5, 9) else None
-        lines.append({"row_id": n, "hash": "h", "rank": n + 1, "loss": n, "reason": reason})
-    write_rows(path, lines)
+        lines.append({"row_id": n, "hash": "h", "rank": 3 * n + 2, "reason": reason})
+    write_rows(path, lines[::-1])
     for fraction, count in ((0.9, 6), (0.5, 5)):
-        keep(path, fraction, "--by", "loss")
+        keep(path, fraction)
         kept = read_rows(tmp_path / "ranking.kept.jsonl")
         assert [row["row_id"] for row in kept] == [1, 2, 4, 6, 7, 8, 0, 3, 5, 9]
-        assert sum(row["kept"] for row in kept) == count
+        assert [row["rank"] for row in kept] == list(range(1, 11))
+        assert [row["kept"] for row in kept] == [n < count for n in range(10)]
         assert "4 rows look bad and are not kept" in capfd.readouterr().out
 
 

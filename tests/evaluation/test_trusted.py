@@ -1,7 +1,8 @@
 """Is the trusted set any good: three sets, three verdicts; what is compared, by hand."""
 
+import random
+
 import pytest
-import torch
 from conftest import ROOT, make_rows, read_rows, write_rows
 
 import eval as front
@@ -23,7 +24,7 @@ def judge(capfd, **flags):
 
 
 VERDICTS = {
-    "right": "Verdict: a good set.",
+    "right": "Verdict: It is a good set",
     "few": "It is small: 40 different prompts.",
     "unrelated": "It is of another task: ",
 }
@@ -40,32 +41,37 @@ def test_three_sets_have_three_verdicts(tmp_path, capfd, name):
     files = {"lower": files["lower"], "upper": files["upper"]}
     figures, text = judge(capfd, **files, model=corpus.MODEL)
     assert [key for key, words in VERDICTS.items() if words in text] == [name]
-    assert (figures["gain"] > 0.1) == (name != "few")
     assert figures["prompts that lower rows have too"] == 0
 
 
-def test_rows_that_do_not_guide(files, capfd, folders):
-    """Random words teach nothing about random words; what stands twice is counted."""
+def test_figures_by_hand(files, capfd, folders):
+    """What stands twice is counted, and what lower rows ask as well."""
     paths = files(lower=30, upper=1)
     rows = make_rows(24, seed=5)
     write_rows(paths["upper"], [*rows, *rows[:3], *read_rows(paths["lower"])[:2]])
     flags = {"lower": paths["lower"], "upper": paths["upper"], "model": folders["llama"]}
-    figures, text = judge(capfd, **flags)
-    assert "It does not guide" in text
+    figures, _ = judge(capfd, **flags)
     assert figures["trusted rows"] == 29
-    assert figures["different rows"] == 26
+    assert figures["different rows"] == figures["different prompts"] == 26
     assert figures["prompts that lower rows have too"] == 2
+    figures |= {
+        "gain": 0.1,
+        "standard error": 0.06,
+        "different prompts": 100,
+        "coverage": 0.5,
+    }
+    (problem,) = trusted.problems_of(figures)
+    assert problem.startswith("It does not guide")
 
 
 def test_coverage_is_calibrated_on_the_trusted_prompts():
     """Lower prompts of the same kind are as near as trusted ones to each other."""
-    fruit = [f"{verb} {a} {b}" for verb in ("peel", "cut") for a in "abcd" for b in "efgh"]
-    assert trusted.coverage(fruit[::2], fruit[1::2]) > 0.8
+    rng = random.Random(0)
+    fruit = [f"peel {rng.choice('abcdefgh')} {rng.choice('ijklmnop')}" for _ in range(60)]
+    assert trusted.coverage(fruit[:30], fruit[30:]) > 0.8
     assert trusted.coverage(["solve the equation"] * 5, fruit) == 0
-    (vectors,) = trusted.text_vectors([["a b", "a b", "c d"]])
-    torch.testing.assert_close(
-        vectors @ vectors.T, torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1.0]])
-    )
+    (vectors,) = trusted.text_vectors([["a b", "a b", "c d", "e f"]])
+    assert (vectors @ vectors[0]).tolist() == pytest.approx([1, 1, 0, 0])
 
 
 @pytest.mark.slow
@@ -73,7 +79,7 @@ def test_coverage_is_calibrated_on_the_trusted_prompts():
 @pytest.mark.parametrize(
     ("name", "count", "words"),
     [
-        ("alpaca_gpt4_upper", 1250, "Verdict: a good set."),
+        ("alpaca_gpt4_upper", 1250, "Verdict: It is a good set"),
         ("alpaca_gpt4_upper", 40, "It is small: 40"),
         ("hh_harmless_pairs", 1142, "It is of another task"),
     ],

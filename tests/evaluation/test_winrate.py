@@ -21,6 +21,12 @@ def run_winrate(*words):
     front.main(["winrate", *map(str, words)])
 
 
+def judge_files(outputs, reference, out, *flags):
+    run_winrate(
+        "judge", outputs, "--reference", reference, "--judge", "j", "--out", out, *flags
+    )
+
+
 def write(path, rows):
     path.write_text(json.dumps(rows))
     return path
@@ -68,17 +74,15 @@ def test_eq_win_rate_by_hand():
 
 def test_rate_of_models_against_references(tmp_path, capfd, refused):
     """Names come from a file: they cannot steer a terminal."""
-    verdicts = (
-        ("base", "m", 1),
-        ("base", "m", 2),
-        ("base", "m", 1.5),
-        ("other", "m", 2),
-        ("base", "\x1b[2Jn", 2),
-    )
-    rows = [
-        dict(zip(("generator_1", "generator_2", "preference"), verdict, strict=True))
-        for verdict in verdicts
-    ]
+    rows = []
+    for base, model, verdicts in (
+        ("base", "m", (1, 2, 1.5)),
+        ("other", "m", (2,)),
+        ("base", "\x1b[2Jn", (2,)),
+    ):
+        for verdict in verdicts:
+            row = {"generator_1": base, "generator_2": model, "preference": verdict}
+            rows.append(row)
     run_winrate("rate", write(tmp_path / "a.json", rows))
     table, result = capfd.readouterr().out.split("RESULT ")
     assert "\x1b" not in table
@@ -113,19 +117,11 @@ def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path)
 def test_damaged_files_are_one_line(tmp_path, refused, content):
     good = write(tmp_path / "good.json", [{"instruction": "a", "output": "x"}])
     (tmp_path / "bad.json").write_bytes(content)
-    for outputs, reference in (("bad.json", good), (good, "bad.json")):
-        words = [
-            "judge",
-            tmp_path / outputs,
-            "--reference",
-            tmp_path / reference,
-            "--judge",
-            "j",
-            "--out",
-            tmp_path / "out.json",
-        ]
-        assert "bad.json" in refused(lambda w=words: run_winrate(*w))
-    assert "bad.json" in refused(lambda: run_winrate("rate", tmp_path / "bad.json"))
+    bad = tmp_path / "bad.json"
+    for files in ((bad, good), (good, bad)):
+        line = refused(lambda f=files: judge_files(*f, tmp_path / "out.json"))
+        assert "bad.json" in line
+    assert "bad.json" in refused(lambda: run_winrate("rate", bad))
     assert "nowhere: No such file" in refused(
         lambda: run_winrate("rate", tmp_path / "nowhere")
     )
@@ -265,35 +261,23 @@ def judged(tmp_path, capfd):
     """judged(pairs, *flags) -> (preferences, text) of `winrate judge`."""
 
     def call(pairs, *flags):
-        outputs, reference = [], []
-        for instruction, base, output in pairs:
-            reference.append(
-                {"instruction": instruction, "output": base, "generator": "base"}
-            )
-            outputs.append(
-                {"instruction": instruction, "output": output, "generator": "run"}
-            )
-        write(tmp_path / "o.json", outputs)
-        write(tmp_path / "r.json", reference)
+        files = []
+        for place, name in ((1, "base"), (2, "run")):
+            rows = []
+            for pair in pairs:
+                row = {"instruction": pair[0], "output": pair[place], "generator": name}
+                rows.append(row)
+            files.append(write(tmp_path / f"{name}.json", rows))
         capfd.readouterr()
-        run_winrate(
-            "judge",
-            tmp_path / "o.json",
-            "--reference",
-            tmp_path / "r.json",
-            "--judge",
-            "j",
-            "--out",
-            tmp_path / "out.json",
-            *flags,
-        )
+        out = tmp_path / "out.json"
+        judge_files(files[1], files[0], out, *flags)
         text = capfd.readouterr().out
-        if not (tmp_path / "out.json").exists():
+        if not out.exists():
             return None, text
-        rows = json.loads((tmp_path / "out.json").read_text())
-        assert {
-            (row["generator_1"], row["generator_2"], row["annotator"]) for row in rows
-        } == {("base", "run", "j")}
+        rows = json.loads(out.read_text())
+        for row in rows:
+            names = row["generator_1"], row["generator_2"], row["annotator"]
+            assert names == ("base", "run", "j")
         return [row["preference"] for row in rows], text
 
     return call
@@ -365,11 +349,11 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
     rows = [{"instruction": "a", "output": "x"}]
     outputs = write(tmp_path / "a.json", rows)
     reference = write(tmp_path / "b.json", [{"instruction": "b", "output": "x"}])
-    words = ["judge", outputs, "--judge", "j", "--reference"]
-    line = refused(lambda: run_winrate(*words, reference, "--out", tmp_path / "c.json"))
-    assert "no instruction in common" in line
-    line = refused(lambda: run_winrate(*words, outputs, "--out", outputs))
-    assert "would overwrite" in line
+    for files, words in (
+        ((outputs, reference, tmp_path / "c.json"), "no instruction in common"),
+        ((outputs, outputs, outputs), "would overwrite"),
+    ):
+        assert words in refused(lambda f=files: judge_files(*f))
 
 
 def test_rows_without_a_partner_are_said_and_doubled_ones_meet_in_order(capfd):

@@ -47,9 +47,7 @@ def test_a_table_has_the_claims_whose_two_methods_were_measured():
         "random": losses(None, None),
     }
     rows = cells_of(results, ["upper_heldout"])
-    assert claims.claims_of("table1", rows) == [
-        ["BDS beats LESS", "2 of 2", "-1.0 ± 0.0", "as claimed"]
-    ]
+    assert claims.claims_of("table1", rows) == [["BDS beats LESS", "**-1.0 ± 0.0**"]]
     assert claims.claims_of("ranking", rows) == []
 
 
@@ -57,6 +55,7 @@ def test_cells_are_marked_where_they_are_resolved():
     assert claims.marked([-0.1, -0.1, -0.1, -0.2]) == "**-0.125 ± 0.080**"
     assert claims.marked([0.1, 0.1, 0.1, 0.2]) == "*+0.125 ± 0.080*"
     assert claims.marked([-0.1, 0.1]) == "+0.000 ± 1.271"
+    assert claims.marked([-0.1]) == "-0.100, one seed"
     assert claims.marked([]) == "not run"
 
 

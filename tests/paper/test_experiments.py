@@ -28,35 +28,22 @@ def listed(capsys, *words):
 
 def test_selectors_are_runs_and_rankings_that_only_names(here, capsys):
     lines = listed(capsys, "selectors", "--only", "BDS corrected; CoLoR; RDS+; joined")
-    assert [line[0] for line in lines] == [
-        "-m",
-        "train_offline.py",
-        "train_offline.py",
-        "-m",
-        "-m",
-    ]
-    assert [line[1:3] for line in lines[3:]] == [
-        ["row_tests", "--joined"],
-        ["baselines", "rds"],
-    ]
+    assert [line[0] for line in lines[:3]] == ["-m", *["train_offline.py"] * 2]
+    assert lines[3][1:3] == ["row_tests", "--joined"]
+    assert lines[4][1:3] == ["baselines", "rds"]
 
 
 def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):
     """CoLoR: the bad row is the one whose loss falls least, whatever it was."""
-    losses = [(3.0, 2.0, "clean"), (1.0, 0.9, "cut"), (1.5, 1.2, "clean")]
-    rows = [
-        {
-            "base_loss": base,
-            "final_loss": final,
-            "bad": kind == "cut",
-            "kind": kind,
-            "score": -base,
-        }
-        for base, final, kind in losses
-    ]
+    rows = []
+    for rank, base, final, kind in (
+        (3, 3.0, 2.0, "clean"),
+        (2, 1.0, 0.9, "cut"),
+        (1, 1.5, 1.2, "clean"),
+    ):
+        row = {"rank": rank, "base_loss": base, "final_loss": final, "score": -base}
+        rows.append({**row, "bad": kind == "cut", "kind": kind})
     write_rows("weights.jsonl", rows)
-    result = {"weight/auroc": 0.75, "weight/auroc/cut": 0.5, "final/auroc": 0.25}
-    (here / "result.json").write_text(json.dumps(result))
 
     def finished(args, runs, rankings):
         files = {name: [here / "result.json"] for name in runs}
@@ -64,19 +51,16 @@ def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):
 
     monkeypatch.setattr(experiments, "execute", finished)
     main(["selectors", "--seeds", "1", "--only", "BDS; BDS corrected; CoLoR; loss"])
-    stored = json.loads((here / "results/toy_selectors.json").read_text())
-    aurocs = {name: cells["auroc"]["mean"] for name, cells in stored["rows"].items()}
+    stored = json.loads((here / "results/toy_selectors.json").read_text())["rows"]
+    aurocs = {name: cells["auroc"]["mean"] for name, cells in stored.items()}
     assert aurocs == {
-        "omega": 0.75,
-        "loss under the guided model": 0.25,
-        "omega, corrected": 0.75,
+        "omega": 0.5,
+        "loss under the guided model": 0,
+        "omega, corrected": 0.5,
         "CoLoR": 1,
         "loss": 0,
     }
-    assert stored["rows"]["omega"]["auroc/cut"]["mean"] == 0.5
-    assert stored["claims"] == [
-        ["corrected omega beats it too", "1 of 1", "-0.750, one seed", "not resolved"]
-    ]
+    assert stored["CoLoR"]["auroc/cut"]["mean"] == 1
 
 
 # --- the curated set ------------------------------------------------------------------------------
@@ -87,26 +71,19 @@ def test_the_curated_sets_commands(here, capsys):
     lines = listed(
         capsys, "curated", "--scale", "small", "--name", "my runs", "--data", DATA
     )
-    made = [line for line in lines if line[0] == "eval.py"]
-    assert [line[1] for line in made] == ["keep", "keep", "keep", "export"]
+    kept = [line for line in lines if line[0] == "eval.py"]
+    assert [line[1] for line in kept] == ["keep", "keep", "keep", "export"]
     fresh = [line for line in lines if "sft" in line]
     *raw, rewritten = [
         train_offline.parse_args([word.replace("TOKENS", "100") for word in line[1:]])
         for line in fresh
     ]
-    assert [args.keep for args in raw] == [line[-1] for line in made[:3]]
+    assert [args.keep for args in raw] == [line[-1] for line in kept[:3]]
     for args in raw:
-        assert (args.lower, args.lower_limit, args.token_budget) == (
-            "my rows.jsonl",
-            20,
-            100,
-        )
-    assert rewritten.lower == made[3][-1] and rewritten.upper == "up.jsonl"
-    assert (rewritten.lower_limit, rewritten.lower_columns, rewritten.keep) == (
-        None,
-        None,
-        None,
-    )
+        assert args.lower == "my rows.jsonl"
+        assert (args.lower_limit, args.token_budget) == (20, 100)
+    assert rewritten.lower == kept[3][-1] and rewritten.upper == "up.jsonl"
+    assert rewritten.lower_limit is rewritten.lower_columns is rewritten.keep is None
 
 
 def test_the_truth_about_rewritten_answers_is_the_toys(here):
@@ -136,24 +113,6 @@ def test_controls_have_rows_of_their_own(here, capsys):
         ]
     )
     assert len(lines) == 5 + len(experiments.CONTROLS)
-
-
-def test_permuted_labels_say_nothing(here, monkeypatch):
-    rows = []
-    for number in range(400):
-        kind = ("clean", "plain", "contrary", "clean")[number // 100]
-        rows.append({"rank": 400 - number, "bad": kind != "clean", "kind": kind})
-    write_rows("weights.jsonl", rows)
-    (here / "result.json").write_text(json.dumps({"upper_heldout": 1.0}))
-    monkeypatch.setattr(
-        experiments,
-        "execute",
-        lambda args, methods, toy: {name: [here / "result.json"] for name in methods},
-    )
-    main(["controls", "--seeds", "1"])
-    stored = json.loads((here / "results/toy_controls.json").read_text())["rows"]
-    permuted = stored["labels permuted: BDS"]["weight/auroc/plain"]["mean"]
-    assert abs(permuted - 0.5) < 0.1
 
 
 # --- last: minutes --------------------------------------------------------------------------------

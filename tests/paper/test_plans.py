@@ -1,14 +1,14 @@
 """Commands that parse, on every scale; which of several flags wins; rows that the toy is given."""
 
-import importlib.util
+import importlib
 import shlex
 from pathlib import Path
 
 import pytest
-from planned_commands import parse_command
 
 import train_offline
 import train_online
+from evaluation.runs import names_of
 from paper.__main__ import main
 from toy import corpus
 
@@ -23,6 +23,18 @@ TARGETS = [
     ("ranking", "toy"),
     ("curated", "small"),
 ]
+
+
+def parse_command(line):
+    """(script or module, its parsed arguments) of a line that --list prints."""
+    python, *words = shlex.split(line.replace("TOKENS", "1000"))
+    assert python == "python"
+    if words[0] == "-m":
+        return words[1], importlib.import_module(f"{words[1]}.__main__").parse_args(
+            words[2:]
+        )
+    name = words[0].removesuffix(".py")
+    return name, importlib.import_module(name).parse_args(words[1:])
 
 
 def listed(capsys, *words):
@@ -43,14 +55,16 @@ def test_every_planned_command_parses(target, scale, here, capsys):
     assert len(lines) == len(set(lines)) > 2
     outs, written = [], set()
     for line in lines:
+        flags = [word for word in shlex.split(line) if word.startswith("--")]
+        assert len(flags) == len(set(flags)), line  # Else a script refuses it.
         name, args = parse_command(line)
         assert args.seed == 0
         outs.append(args.out)
         if name == "toy":
             written.add(str(args.out))
         elif scale == "toy":  # Every set of rows that is read is written first.
-            assert str(Path(args.lower).parent) in written
-            assert str(Path(args.upper_heldout).parent) in written
+            assert str(Path(*names_of(args.lower)).parent) in written
+            assert str(Path(*names_of(args.upper_heldout)).parent) in written
     assert len(outs) == len(set(outs))  # No two runs share a folder.
     assert bool(written) == (scale == "toy")
 
@@ -69,8 +83,8 @@ def test_the_row_tests_read_the_two_sets_alone(here, capsys):
         *common,
         "runs/toy/joined/seed-0.kept.jsonl",
     ]
-    if importlib.util.find_spec("row_tests") is not None:
-        assert parse_command(lines[1])[1].lower == f"{rows}/lower.jsonl"
+    _, args = parse_command(lines[1])
+    assert names_of(args.lower) == [f"{rows}/lower.jsonl"]
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):
@@ -100,7 +114,8 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
     assert write.endswith("--noise 0.2 --contrary 1" + " --upper pairs" * pairs)
     for line in (bds, mixing, less, kept):
         _, args = parse_command(line)
-        assert args.lower.startswith("runs/toy/rows/noise-0.2-contrary-1")
+        (lower,) = names_of(args.lower)
+        assert lower.startswith("runs/toy/rows/noise-0.2-contrary-1")
         assert args.upper_loss == ("dpo" if pairs else "sft")
         assert args.max_length == 128
         assert args.out.startswith(f"runs/toy/{target}/")
@@ -126,7 +141,7 @@ def test_names_and_files_with_spaces_stay_one_word(here, capsys):
     assert len(lines) == 4
     for line in lines:
         _, args = parse_command(line)
-        assert args.lower == "my  rows.jsonl"
+        assert names_of(args.lower) == ["my  rows.jsonl"]
         assert args.lower_columns == "prompt=a question,response=b"
         assert args.out.startswith("runs/my runs/")
 

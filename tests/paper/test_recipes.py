@@ -3,7 +3,6 @@
 import gzip
 import json
 
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -75,14 +74,6 @@ def test_recipes_build_from_local_copies(built):
         "output": "done 4",
     }
     assert built("openorca")[19] == {"prompt": "q 19", "response": "r 19"}
-    assert built("slimorca")[59] == {"prompt": "slim 59", "response": "orca 59"}
-    red = {
-        "prompt": "red 0?",
-        "response": "bad 0.\nMore.",
-        "bad": True,
-        "kind": "red-team",
-    }
-    assert built("red-team")[0] == red
     pairs = built("rm-hh-rlhf")
     assert len(pairs) == 4
     assert pairs[0] == {"prompt": "train 0", "chosen": "yes", "rejected": "no"}
@@ -95,6 +86,9 @@ def test_redorca_and_blueorca_share_no_row(built, monkeypatch):
     blue = {row["prompt"] for row in built("blueorca")}
     assert [row["bad"] for row in red] == [True] * 12 + [False] * 20
     assert [row["prompt"] for row in red[:12]] == [f"red {n}?" for n in range(12)]
+    assert (red[0]["response"], red[0]["kind"]) == ("bad 0.\nMore.", "red-team")
+    for row in red[12:]:
+        assert row["response"] == row["prompt"].replace("slim", "orca")
     slim = {row["prompt"] for row in red[12:]}
     assert len(slim) == 20 and len(blue) == 25 and not slim & blue
     assert slim != {f"slim {n}" for n in range(20)}  # a sample, not the first rows
@@ -117,18 +111,6 @@ def test_the_command_writes_what_the_presets_read(
     assert "orca: no such recipe; there are" in refused(lambda: recipes.main(["orca"]))
 
 
-def test_recipes_from_the_hub(copies, tmp_path, monkeypatch):
-    asked = []
-
-    def download(hub, allow_patterns, **_):
-        asked.append((hub, *allow_patterns))
-        return str(copies / hub)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert len(read_jsonl(recipes.build("redorca", out=tmp_path))) == 56
-    assert asked == [recipes.RED_TEAM, recipes.SLIMORCA]
-
-
 def test_of_bad_sources_nothing_is_written(copies, tmp_path):
     out = tmp_path / "made"
     with pytest.raises(UserError, match=r"alpaca_data_cleaned\.json: no such file"):
@@ -137,5 +119,5 @@ def test_of_bad_sources_nothing_is_written(copies, tmp_path):
     with pytest.raises(
         UserError, match=r"row 0: not a row of this data set.*conversations"
     ):
-        recipes.build("slimorca", copies, out)
+        recipes.build("blueorca", copies, out)
     assert not listing(out)

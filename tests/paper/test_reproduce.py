@@ -60,8 +60,7 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
         assert f"{value:.3f}" in text
     (base,) = stored["base model"]["upper_heldout"]["seeds"]
     assert base == pytest.approx(run["base/upper_heldout"], abs=1e-7)
-    assert "0.80 / 0.893" in text  # the paper's BDS beside ours
-    assert "one seed  not resolved" in text
+    assert "one seed" in text
 
     mixing = json.loads((here / "runs/small/mixing-rho-1/seed-0/result.json").read_text())
     read = [
@@ -76,33 +75,21 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
     assert "seed-0: made by another command" in line and "another --name" in line
 
 
-@pytest.mark.parametrize("target", ["table3", "table3-dpo"])
-def test_one_row_of_each_safety_table(target, here, folders, capsys):
-    dpo = target == "table3-dpo"
-    words = [
-        target,
-        "--scale",
-        "small",
-        "--data",
-        tiny(here, folders, pairs=dpo),
-        "--seeds",
-        "1",
-    ]
-    words += ["--train", TINY + (" --upper-loss dpo" if dpo else "")]
+def test_one_row_of_the_safety_table_by_pairs(here, folders, capsys):
+    words = ["table3-dpo", "--scale", "small", "--seeds", "1", "--only", "online dynamic"]
+    words += ["--data", tiny(here, folders, pairs=True)]
+    words += ["--train", TINY + " --upper-loss dpo"]
     words += ["--online", "--first-refresh 1 --k-gen 2 --max-new-tokens 4"]
-    main([*words, "--only", "online dynamic"])
-    stored = json.loads(
-        (here / f"results/small_{target.replace('-', '_')}.json").read_text()
-    )
+    main(words)
+    stored = json.loads((here / "results/small_table3_dpo.json").read_text())
     cells = stored["rows"]["online dynamic"]
-    folder = here / "runs/small" / target / "online-dynamic/seed-0"
+    folder = here / "runs/small/table3-dpo/online-dynamic/seed-0"
     saved = json.loads((folder / "result.json").read_text())
     assert cells["upper_heldout"]["mean"] == pytest.approx(saved["upper_heldout"], abs=1e-7)
-    assert ("upper_accuracy" in cells) == dpo
-    assert ("0.43 / 1.37" if dpo else "0.82 / 1.02") in capsys.readouterr().out
+    assert "upper_accuracy" in cells
 
 
-def test_the_figure_compares_the_first_epoch_with_the_last(here, monkeypatch):
+def test_the_figure_compares_the_first_epoch_with_the_last(here, monkeypatch, capsys):
     """Twelve epochs: the twelfth is behind the second, not between the first and the second."""
 
     def finished(args, methods):
@@ -120,9 +107,7 @@ def test_the_figure_compares_the_first_epoch_with_the_last(here, monkeypatch):
     main(["ranking", "--only", "online R=10% G=1"])
     stored = json.loads((here / "results/toy_ranking.json").read_text())
     assert list(stored["columns"]) == [f"epoch {n}" for n in range(1, 13)]
-    assert stored["claims"] == [
-        ["online: short answers come first", "0 of 2", "+11.0 ± 0.0", "the reverse"]
-    ]
+    assert "*+11.0 ± 0.0*" in capsys.readouterr().out
     assert (here / "results/toy_ranking.png").stat().st_size > 5000
 
 
@@ -165,13 +150,11 @@ def test_eq_right_answers_of_the_toy(tmp_path):
         return reproduce.right_answers(tmp_path)
 
     assert shares(rows) == {
-        "refined/right_recommended": 2 / 5,
         "refined/right_always": 3 / 5,
         "refined/right_never": 2 / 5,
         "refined/precision": 2 / 3,
         "refined/repaired": 2 / 3,
-        "refined/broken": 1 / 2,
     }
     sure = shares(rows[:2])  # No original was wrong: none can be repaired.
-    assert sure["refined/repaired"] is None and sure["refined/broken"] == 1 / 2
+    assert sure["refined/repaired"] is None
     assert shares(rows[3:])["refined/precision"] is None

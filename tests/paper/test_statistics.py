@@ -7,7 +7,6 @@ import pytest
 from paper.statistics import (
     cell_of,
     cell_text,
-    claim_row,
     interval,
     prefer_unmasked,
     with_base,
@@ -42,20 +41,6 @@ def test_an_interval_is_students_t():
     assert half == pytest.approx(2.0542, abs=1e-4)
     assert interval([-0.1]) == (-0.1, None)
     assert interval([-0.1, -0.2])[1] == pytest.approx(0.6353, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("differences", "seeds", "verdict"),
-    [
-        ([-0.1, -0.1, -0.1, -0.2], "4 of 4", "as claimed"),
-        ([0.1, 0.1, 0.1, 0.2], "0 of 4", "the reverse"),
-        ([-0.1, -0.1, -0.1, 0.2], "3 of 4", "not resolved"),
-        ([-0.1], "1 of 1", "not resolved"),
-    ],
-)
-def test_a_verdict_needs_the_whole_interval(differences, seeds, verdict):
-    text, counted, _, said = claim_row("a below b", differences)
-    assert (text, counted, said) == ("a below b", seeds, verdict)
 
 
 def test_masked_rows_and_faults_that_they_alone_have_are_left_out():

@@ -113,6 +113,16 @@ def test_flagged_rows_come_last_whatever_their_score():
     assert order.argsort(descending=True).tolist() == [2, 4, 1, 0, 3]
 
 
+def test_rows_that_cannot_be_used_are_listed_beside_the_ranking(tested, faulty, tmp_path):
+    rows = [*read_rows(faulty)[:20], {"prompt": "who?", "response": ""}]
+    file = write_rows(tmp_path / "noisy.jsonl", rows)
+    made = tested(file)
+    assert len(made.rows) == 20
+    [row] = read_rows(made.file.with_suffix(".set_aside.jsonl"))
+    assert (row["source"], row["row_id"], row["place"]) == (str(file), 20, "line 21")
+    assert row["reason"] == "an empty answer"
+
+
 def test_keep_fraction_keeps_so_many_but_joined_never_a_row_that_looks_bad(tested, faulty):
     def kept(**options):
         rows = tested(faulty, **options).ranked
