@@ -211,7 +211,7 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters
         for place in range(8, 20):
             lower.append(train_online.Answers(rows["lower"][place * 3 :][:3], old, 0))
         lower.append(train_online.Answers([]))
-        more = {"kind": "sequence"}
+        more = {"ratio": "sequence"}
     weights = torch.linspace(0.2, 1.8, 21, dtype=torch.float64)
     gradients = {}
     for size in (1, 3, 8, 32):
