@@ -48,6 +48,7 @@ from data.templates import (
     special_strings,
     split_template,
 )
+from runtime.log import Progress
 from utils import UserError, content_hash, write_atomic
 
 FORMAT = 12  # of the cached rows; raise it when their content changes for the same input
@@ -272,10 +273,9 @@ class Reader:
         The report is complete when the last row has been taken. Raises `UserError` when more than
         half of the rows cannot be used.
         """
-        from tqdm import tqdm
-
         report = self.report
-        bar = tqdm(rows, desc=f"reading {self.source}", unit=" rows", delay=3, leave=False)
+        label = f"reading {self.source}"
+        bar = Progress(rows, label, unit=" rows", delay=3, leave=False)
         records = filter(None, itertools.starmap(self._try, self.sample(bar)))
         while batch := list(itertools.islice(records, BATCH)):
             for row in self._tokenise(batch):

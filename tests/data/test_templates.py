@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from conftest import CHATML, make_tokenizer, write_rows
+from conftest import CHATML, ROOT, make_tokenizer, read_rows, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
@@ -463,3 +463,48 @@ def test_unknown_characters(load):
     assert row["input_ids"] == [2, 3, 0, 1]
     with pytest.raises(UserError, match=r"the tokenizer cannot encode some text"):
         load(word_level({"<eos>": 0, "a": 1}, {}), ("a", "b"))
+
+
+# --- what public reports are made of --------------------------------------------------------------
+
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no place') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "count"),
+    [
+        ("reasoning", chat(DELETED), 12),
+        ("reasoning", chat(REWRITTEN, "<think>\n"), 12),
+        ("thinktalk", chat(DELETED), 2),
+        ("one_think", chat(DELETED), 12),
+        ("one_system", NO_SYSTEM + chat(), 11),
+        ("pretemplated", chat(), 6),
+        ("multi10", chat(last="<eos>"), 10),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)
+def test_cases_of_chat_templates(tmp_path, name, template, count):
+    """Every row trains on its own answer, or is set aside; turns end as the template ends them."""
+    file = ROOT.parent / "shared" / "cases" / f"{name}.jsonl"
+    if not file.is_file():
+        pytest.skip(
+            "the files of public cases lie beside the repository, in ../shared/cases"
+        )
+    tokenizer = make_tokenizer(template)
+    rows, report = tokens.load_rows(file, tokenizer, turns="all", cache_dir=tmp_path)
+    source = read_rows(file)
+    assert len(rows) == count
+    assert len(report["set_aside"]) == len(source) - count
+    assert report["control_text"] == (6 if name == "pretemplated" else 0)
+    for row in rows:
+        given = source[row["row_id"]]
+        answer = given.get("completion") or given["messages"][-1]["content"]
+        assert row["response"] == answer.removesuffix("<|im_end|>").strip()
+        ids = trained(row)
+        if name == "multi10":  # two answers, of which the first ends without EOS
+            assert ids.count(3) == 2
+            assert ids.count(0) == 1
+            ids = ids[ids.index(3) + 1 :]
+        assert tokens.response_text(tokenizer, ids) == row["response"]
