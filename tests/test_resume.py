@@ -167,6 +167,7 @@ def test_online_goes_on_bit_for_bit(online, files, stopped, case):
     goes_on(online, paths, stops, stopped, ratio_masked=0.4, **steps, **ONLINE[case])
 
 
+@pytest.mark.slow
 def test_a_killed_process_goes_on_bit_for_bit(online, files, folders, tmp_path):
     """SIGKILL in the middle of an online run with theta_hat, a dynamic mask and a buffer."""
     paths = files()

@@ -262,6 +262,7 @@ print(len(rows), report["rows_kept"])
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_share_one_cache(load, tmp_path):
     rows, report = load(make_rows(3000, seed=1))
     words, environment = python(

@@ -34,6 +34,7 @@ def tiny(here, folders, pairs=False):
     )
 
 
+@pytest.mark.slow
 def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
     """Values come from the runs, budgets are equal, and pages get the stored figures.
 

@@ -55,7 +55,9 @@ def wait_until(ready, seconds=120):
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(("number", "code"), CODES)
+@pytest.mark.parametrize(
+    ("number", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.slow)]
+)
 def test_a_signal_is_one_line_with_the_command_that_goes_on(
     forks, folders, tmp_path, number, code
 ):
@@ -104,9 +106,8 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
         assert not left, instant
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     """Ctrl-C reaches both processes and torchrun, SIGTERM torchrun, which passes it on."""
     words = [

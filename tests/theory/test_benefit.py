@@ -57,6 +57,7 @@ def bounded():
     return [benefit.bounded_benefit(radius, RHOS, grid=4) for radius in benefit.RADII]
 
 
+@pytest.mark.slow
 def test_bounded_transformer(bounded):
     for row, mixing in bounded:
         assert row["residual"] < 1e-5

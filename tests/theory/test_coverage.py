@@ -57,6 +57,7 @@ def test_decay_exponent_of_a_power_law(exponent):
     assert coverage.decay_exponent(weight) == pytest.approx(exponent, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_coverage_over_training():
     numbers, figure = coverage.measure()
     assert numbers["enumerated_useful"] == [0, 2]
