@@ -37,9 +37,8 @@ Deviations from the text of the paper:
 
 import torch
 
-MAX_LOG_RATIO = (
-    5.0  # r in [1/148, 148]: far outside what a refreshed buffer shows in ordinary runs
-)
+# r lies in [1/148, 148]: far outside what a refreshed buffer shows in ordinary runs.
+MAX_LOG_RATIO = 5.0
 
 
 def _float(x):

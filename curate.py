@@ -27,9 +27,8 @@ from utils import UserError, write_jsonl
 # ruff: isort: split
 import torch
 
-MIN_CALIBRATION = (
-    20  # held-out rows in each half; with fewer a 95th percentile says nothing
-)
+# Held-out rows in each half; with fewer a 95th percentile says nothing.
+MIN_CALIBRATION = 20
 MAX_CALIBRATION = 400
 QUANTILE = 0.95
 

@@ -95,10 +95,11 @@ MARGIN = math.log(3)  # nats; a runner-up closer than this makes the reason uncl
 GARBLED = -math.log(0.01)  # nats; what is as surprising is no part of a null
 SPAN = 2  # tokens of a slip and of a peak
 GROWTH = {"slip": 1.0, "peak": 2.0}  # nats by which it grows with ln T
+# Good rows have it: it flags none, counts up to so many nats.
 RANKING = {
     "slip": 6.0,
     "peak": 3.5,
-}  # good rows have it: it flags none, counts up to so many nats
+}
 PLAUSIBLE = 0.15  # a flagged row is at least as bad as this share of the made faults
 FDR = 0.1  # nominal share of good rows among the flagged: the nulls are estimates
 LOOSE = 0.3  # the same, where few good rows are flagged

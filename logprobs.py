@@ -73,13 +73,14 @@ ATTENTION = "packed"  # the name under which the attention below is known to tra
 KERNEL = "auto"  # or "torch", "triton", "reference"
 CHUNK_ELEMENTS = 2**23  # logits held at a time on the CPU: 32 MB in float32
 CUDA_CHUNK_ELEMENTS = 2**28  # on CUDA: 1 GB; products of 2,000 rows run at full speed
+# Arguments of attentions.
 UNREAD = (
     "softcap",
     "s_aux",
     "sinks",
     "position_bias",
     "indices",
-)  # arguments of attentions
+)
 SCALED_LOGITS = (  # entries of a configuration whose logits are not W h
     "final_logit_softcapping",
     "logit_scale",
@@ -214,9 +215,8 @@ def _torch_rows(logits, targets, head, logps, gradient):
     rounding, before the product with `head` (V, d).
     """
     target = targets[:, None]
-    top = logits.amax(
-        dim=1, keepdim=True
-    )  # subtracted first, so that nothing below overflows
+    # Subtracted first, so that nothing below overflows.
+    top = logits.amax(dim=1, keepdim=True)
     picked = logits.gather(1, target) - top
     exps = logits.scatter_(1, target, -torch.inf).sub_(top).exp_()
     rest = exps.sum(dim=1, keepdim=True)
@@ -281,9 +281,8 @@ if triton is not None:
         within HEADROOM of the maximum does; a row that rises higher is read a second time.
         """
         row = tl.program_id(0)
-        begin = (
-            row.to(tl.int64) * stride
-        )  # 2^31 logits are 16,744 rows of Llama's vocabulary
+        # 2^31 logits are 16,744 rows of Llama's vocabulary.
+        begin = row.to(tl.int64) * stride
         target = tl.load(targets_ptr + row)
         picked = tl.load(logits_ptr + begin + target)
         lanes = tl.arange(0, BLOCK)
@@ -395,9 +394,8 @@ def packed_attention(
             raise ValueError(f"this model's attention needs {name}, which is not supported")
     dtype = value.dtype
     if value.device.type == "cpu" and dtype == torch.bfloat16:
-        value = (
-            value.float()
-        )  # torch's bf16 backward takes twice as long there, and is less exact
+        # Torch's bf16 backward takes twice as long there, and is less exact.
+        value = value.float()
     groups = query.shape[1] // key.shape[1]
     query = query.to(value.dtype)  # a norm under autocast is float32
     key = repeat_kv(key.to(value.dtype), groups)
@@ -429,9 +427,8 @@ def _fits_varlen(query, value):
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(
-    ATTENTION, sdpa_mask
-)  # generation pads, and needs real masks
+# Generation pads, and needs real masks.
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def packed_forward(model, batch):

@@ -448,9 +448,8 @@ def is_sharded(model):
 def save_adapter(model, folder, card):
     """The PEFT adapter in PEFT's own files, in place at once or not at all; card: its README."""
     config = model.peft_config["default"]
-    if isinstance(
-        config.target_modules, set
-    ):  # saved in the order of the set: another every time
+    # Saved in the order of the set: another every time.
+    if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     partial = Path(folder).with_name(f".{Path(folder).name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -47,9 +47,8 @@ def penalty(epoch, rho_start=0.1, rho_step=0.1):
     `epoch` counts from 0. Raises ValueError when rho_k is outside (0, 1): there gamma is no longer
     a positive finite number and the upper level would lose its weight.
     """
-    rho = round(
-        rho_start + rho_step * epoch, 12
-    )  # 0.1 + 0.1 * 2 is 0.3, not 0.30000000000000004
+    # 0.1 + 0.1 * 2 is 0.3, not 0.30000000000000004.
+    rho = round(rho_start + rho_step * epoch, 12)
     if not 0.0 < rho < 1.0:
         raise ValueError(
             f"rho must lie inside (0, 1); epoch {epoch} has rho_start + epoch * "
@@ -84,9 +83,8 @@ class Selector:
     ):
         dtype = torch.promote_types(dtype, torch.float32)
         self.logits = torch.zeros(num_rows, dtype=dtype, device=device)
-        self.last_losses = torch.full_like(
-            self.logits, math.nan
-        )  # C of each row when last seen
+        # C of each row when last seen.
+        self.last_losses = torch.full_like(self.logits, math.nan)
         self._buffer = torch.empty_like(self.logits)
         self.center = center
         self.baseline = None

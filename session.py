@@ -53,9 +53,8 @@ HEADLINE = (
     "refined/refined",
     "refined/false_replacement",
 )
-SHOWN = (
-    60  # rows at either end of the ranking whose text the run folder keeps, for the report
-)
+# Rows at either end of the ranking whose text the run folder keeps, for the report.
+SHOWN = 60
 
 
 # --- the records of a run -------------------------------------------------------------------------

@@ -570,9 +570,8 @@ def finish(args, run, masking, mask, buffer, num_written):
     ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     labels = ranking.label_metrics(lower, judged.scores)
-    if (
-        not mask.all()
-    ):  # once more over unmasked rows, whose scores are omega and nothing else
+    # Once more over unmasked rows, whose scores are omega and nothing else.
+    if not mask.all():
         places = (~mask).nonzero().flatten()
         unmasked = {}
         for name, values in judged.scores.items():

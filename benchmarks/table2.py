@@ -74,9 +74,8 @@ def hours_of(shape, steps, seconds_per_answer):
     num_rows = PUBLISHED_ROWS.get(shape, work.batch)
     num_steps = math.ceil(num_rows / work.batch) * EPOCHS
     refreshes = math.ceil(num_steps / K_GEN)
-    window = min(
-        num_rows, K_GEN * work.batch
-    )  # the rows that are read until the next refresh
+    # The rows that are read until the next refresh.
+    window = min(num_rows, K_GEN * work.batch)
     lower_share = work.lower_tokens / (work.lower_tokens + work.upper_tokens)
     hours = {
         "mixing": seconds[SFT] * num_steps / 3600,

@@ -23,11 +23,13 @@ LAYOUTS = {  # the first whose columns are all there wins
     "prompt/response": ("prompt", "response"),
     "prompt/completion": ("prompt", "completion"),
 }
+# Columns that a source may have: what is known to be wrong with a row.
 LABELS = (
     "bad",
     "kind",
-)  # columns that a source may have: what is known to be wrong with a row
+)
 NAMES = sorted({*LABELS, "input", "system"}.union(*LAYOUTS.values()))
+# Columns beside a conversation.
 MEDIA = (
     "image",
     "images",
@@ -35,13 +37,14 @@ MEDIA = (
     "audios",
     "video",
     "videos",
-)  # columns beside a conversation
+)
+# Keys, roles and types of parts.
 CALLS = (
     "tool_calls",
     "function_call",
     "tool_call",
     "tool_use",
-)  # keys, roles and types of parts
+)
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 TEXT_KEYS = ("content", "value", "text", "parts")  # where a message or a part has its text
 KEYS = ("role", "from", "weight", "type", *CALLS)  # its other keys that are read
@@ -261,9 +264,8 @@ def _turns(row, layout, side, notes):
         answer = side
     if isinstance(row[answer], list):
         reply = _messages(row[answer], notes)
-        if (
-            reply and reply[0]["role"] != "assistant"
-        ):  # the whole dialogue, its prompt included
+        # The whole dialogue, its prompt included.
+        if reply and reply[0]["role"] != "assistant":
             return reply
     else:
         reply = [{"role": "assistant", "content": text(answer)}]

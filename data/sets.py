@@ -39,9 +39,8 @@ def load_levels(args, tokenizer, context_length):
             source = getattr(args, name)
             if source is None:
                 continue
-            level = name.removesuffix(
-                "_heldout"
-            )  # held-out rows are read the way their level is
+            # Held-out rows are read the way their level is.
+            level = name.removesuffix("_heldout")
             columns = getattr(args, f"{level}_columns")
             pairs = level == "upper" and args.upper_loss == "dpo"
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
@@ -149,9 +148,8 @@ def load_pairs(source, tokenizer, **options):
             set_aside(report, [key], "no usable rejected answer")
         elif partner.prompt != side.prompt:
             set_aside(report, [key], "two questions")
-        elif (
-            partner.answers & side.answers
-        ):  # as texts, or as what --max-length leaves of them
+        elif partner.answers & side.answers:
+            # They are equal as texts, or as what --max-length leaves of them.
             set_aside(report, [key], "equal answers")
         else:
             places.append(side.place)

@@ -25,9 +25,8 @@ from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
-HELD_OUT = (
-    "test|validation|valid|val|dev|eval|evaluation"  # names of files that do not train
-)
+# Names of files that do not train.
+HELD_OUT = "test|validation|valid|val|dev|eval|evaluation"
 
 
 # --- which files ----------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from runtime.command import reading
 from utils import UserError, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-TODAY = datetime.datetime(
-    2024, 7, 26
-)  # for every chat template: else rows would differ tomorrow
+# For every chat template: else rows would differ tomorrow.
+TODAY = datetime.datetime(2024, 7, 26)
 # Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
 MARK = "\ud800{}\udfff"
 PROBE = "\ud801"  # stands in for an answer
@@ -274,9 +273,8 @@ class Encoder:
 
     def encode(self, texts, continued):
         """Texts -> lists of token ids; `continued` texts follow other text of their row."""
-        split = [
-            self.marks.split(text) for text in texts
-        ]  # text, number of a special, text ...
+        # Text, number of a special, text ...
+        split = [self.marks.split(text) for text in texts]
         ids = self._plain([pieces[0] for pieces in split], continued, literal=False)
         for row, pieces in zip(ids, split, strict=True):
             for place, piece in enumerate(pieces[1:]):
@@ -330,9 +328,8 @@ class Encoder:
     def _call(self, texts, literal):
         if not texts:
             return []
-        with reading(
-            "the tokenizer cannot encode some text"
-        ):  # such as an unknown character
+        # Such as an unknown character.
+        with reading("the tokenizer cannot encode some text"):
             return self.tokenizer(
                 texts,
                 add_special_tokens=False,

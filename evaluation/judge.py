@@ -32,7 +32,8 @@ Which answer is better? Reply with one word: A, B or tie."""
 PARALLEL = 4  # questions at a time
 # Words that may stand beside a verdict; with any other word the reply is not one.
 FILLER = re.compile(
-    "the|answer|option|response|verdict|better|best|is|it's|it|i|would|say|choose|pick|prefer|my|wins"
+    "the|answer|option|response|verdict|better|best|is|it's|it|i|would|say|choose|pick|prefer|"
+    "my|wins"
 )
 
 

@@ -108,9 +108,8 @@ def sets_of_run(run, tokenizer, context):
     levels = sets.load_levels(args, tokenizer, context)
     for name in ("lower", "upper_heldout", "lower_heldout"):
         part = getattr(levels, name)
-        thinned = name == "lower" and getattr(
-            args, "keep", None
-        )  # the run saw a part of them
+        # The run saw a part of them.
+        thinned = name == "lower" and getattr(args, "keep", None)
         if part is not None and not thinned and sets.rows_hash(part) != before[name]:
             raise UserError(
                 f"{run.folder}: the rows of {name} have changed since the run: its "
@@ -181,9 +180,8 @@ def run_losses(args):
             cell += [value, values[key]]
         cells.append(cell)
     then, now = run.result.get("lower_original"), values.get("lower_original")
-    if (
-        None not in (then, now) and abs(then - now) > 0.02
-    ):  # no fingerprint sees all changes
+    # No fingerprint sees all changes.
+    if None not in (then, now) and abs(then - now) > 0.02:
         raise UserError(
             f"{run.folder}: the base model or the lower rows have changed since the "
             f"run (lower_original {then:.4f} in result.json, {now:.4f} now)"

@@ -62,9 +62,8 @@ def draw_plot(title, caption, curves, xlabel, ylabel):
     axes = Figure(figsize=(4.6, 2.9), layout="constrained").subplots()
     for name, xs, ys in curves:
         if sum(y is not None for y in ys) > 1:
-            name = one_line(name, NAME).replace(
-                "$", r"\$"
-            )  # dollar signs would begin a formula
+            # Dollar signs would begin a formula.
+            name = one_line(name, NAME).replace("$", r"\$")
             ys = [math.nan if y is None else y for y in ys]
             marker = "o" if len(xs) < 10 else None
             axes.plot(xs, ys, marker=marker, linewidth=1, label=name)

@@ -27,12 +27,13 @@ RUN_FILES = (
     "curated.jsonl",
     "shown.jsonl",
 )
+# Arguments that name rows.
 SOURCES = (
     "lower",
     "upper",
     "upper_heldout",
     "lower_heldout",
-)  # arguments that name rows
+)
 
 
 def names_of(sources):

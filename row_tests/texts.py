@@ -161,9 +161,8 @@ NUMBERS = [
     "ten",
 ]
 NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
-STOCK = (
-    4  # questions with one answer, from which it is a stock answer; and words that it has
-)
+# So many questions with one answer make it a stock answer, and so many words must it have.
+STOCK = 4
 SPEAKS = 0.2  # share of an answer's words, at least, that tell its language; of 20 if it has fewer
 # Frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch, and letters of
 # others. No word of English is one of another language here, or of code.

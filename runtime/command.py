@@ -60,16 +60,14 @@ def run(main, resumes=False):
     partner ends with one line and exit code 1. A closed pipe (`| head`) ends quietly.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal may lack a character that a row has
+        # A terminal may lack a character that a row has.
+        sys.stdout.reconfigure(errors="replace")
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
     before = None
-    if (
-        os.environ.get("WORLD_SIZE", "1") == "1"
-    ):  # torchrun's processes have a handler already
+    # Torchrun's processes have a handler already.
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         before = signal.signal(signal.SIGTERM, _terminate)
     try:
         _check_words()
@@ -78,14 +76,12 @@ def run(main, resumes=False):
     except KeyboardInterrupt as error:
         _interrupted(error, resumes)
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # the flush at the end
+        # The flush at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (Exception, ProcessLost) as error:
-        if isinstance(
-            error.__cause__, KeyboardInterrupt
-        ):  # Python 3.11 wraps it in __set_name__
+        # Python 3.11 wraps it in __set_name__.
+        if isinstance(error.__cause__, KeyboardInterrupt):
             _interrupted(error.__cause__, resumes)
         line = _in_one_line(error, resumes)
         if line and not debug:

@@ -89,9 +89,8 @@ def _cut_back(path, step):
     kept = []
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     for line in lines:
-        with contextlib.suppress(
-            ValueError, TypeError, KeyError
-        ):  # half a line after a kill
+        # Half a line after a kill.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] == len(kept) < step:
                 kept.append(line + "\n")
     if len(kept) < step:

@@ -39,16 +39,14 @@ def make_logits(case):
         logits[3] = -1e4
         logits[4] = 1e4 * torch.sign(logits[4])
         logits[5] += 1e4
-    if (
-        case == "near one"
-    ):  # the others share 1e-1 to 1e-8: one-hot minus softmax cancels there
+    # The others share 1e-1 to 1e-8: one-hot minus softmax cancels there.
+    if case == "near one":
         logits[:] = -30.0
         for row, target in enumerate(targets):
             logits[row, target] = 0.0
             logits[row, target - 1] = -2.302585 * (row + 1)
-    if (
-        case == "rising"
-    ):  # behind the first block, past the kernel's headroom and just within
+    # Behind the first block, past the kernel's headroom and just within.
+    if case == "rising":
         logits[0, 16999] = 300.0
         logits[1, 9000] = 39.0
         logits[2, 9000] = 60.0

@@ -75,9 +75,8 @@ def test_an_echo_is_a_copy_that_is_likely_behind_its_prompt():
     assert math.isnan(row["echo"])
 
 
-@pytest.mark.parametrize(
-    "name, ahead", [("slip", 0.99), ("peak", 0.9)]
-)  # as far as it counts
+# As far as it counts.
+@pytest.mark.parametrize("name, ahead", [("slip", 0.99), ("peak", 0.9)])
 def test_odd_words_lower_the_rank_and_flag_no_row(name, ahead):
     numbers = {
         name: torch.cat([normal(380, 50), exponential(20, 51) + 30]),

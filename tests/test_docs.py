@@ -244,9 +244,8 @@ def stored(name):
 @pytest.mark.parametrize("page", PAGES)
 def test_rendered_figures_are_the_stored_ones(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert (
-        rendering.filled(PAGES[page], page) == PAGES[page]
-    )  # else: python -m paper readme
+    # Else: python -m paper readme.
+    assert rendering.filled(PAGES[page], page) == PAGES[page]
 
 
 def test_results_are_rendered():

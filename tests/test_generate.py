@@ -115,9 +115,8 @@ def test_the_sampler_is_the_inverse_of_the_cumulative_distribution():
     for u in (0.0, *draws, last):
         expected = int((cumulative <= u).sum())
         assert sampled(u, scores, 0.8) == min(expected, 4)
-    for count in range(
-        2, 300
-    ):  # some sums of the probabilities fall short of this u by rounding
+    # Some sums of the probabilities fall short of this u by rounding.
+    for count in range(2, 300):
         scores = torch.zeros(count + 1)
         scores[-1] = -torch.inf
         assert sampled(last, scores) == count - 1

@@ -42,9 +42,8 @@ def killed_often(forks, script, folder, model, kills, seed):
     ):
         options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, rows_seed))
 
-    def words(
-        run, *more
-    ):  # every run tokenises anew: kills may fall into the cache's making
+    # Every run tokenises anew: kills may fall into the cache's making.
+    def words(run, *more):
         return [*flags(**options, out=run, cache_dir=run.with_suffix(".cache")), *more]
 
     assert forks.run(script, words(folder / "whole")) == 0, forks.log.read_text()

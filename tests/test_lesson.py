@@ -15,11 +15,12 @@ from row_tests import __main__ as row_tests_command
 from toy import __main__ as toy_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
+# Other processors round otherwise, some answers differ.
 LOSS, ANSWERS, SHARE = (
     0.004,
     0.06,
     0.02,
-)  # other processors round otherwise, some answers differ
+)
 
 
 def variables(text):

@@ -65,6 +65,7 @@ def test_eq_ranking_metrics_by_hand():
     #          good  cut  other  good  cut   good
     scores = [0.9, 0.1, 0.5, 0.3, 0.2, 0.8]
     bad = [False, True, True, False, True, False]
+    # Of a good row it says nothing.
     kinds = [
         "cut",
         "cut",
@@ -72,7 +73,7 @@ def test_eq_ranking_metrics_by_hand():
         "clean",
         "cut",
         "clean",
-    ]  # of a good row it says nothing
+    ]
     assert ranking_metrics(scores, bad, kinds) == {
         "auroc": pytest.approx(8 / 9),  # all pairs but (0.3 good, 0.5 other)
         "precision": pytest.approx(2 / 3),  # the lowest three are cut, cut, good

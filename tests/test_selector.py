@@ -355,9 +355,8 @@ def test_diagnostics_by_hand():
     shares = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
     entropy = -(shares * shares.log()).sum().item()
     selector = selector_of(shares.log())
-    selector.last_losses[:3] = torch.tensor(
-        [5.0, 3.0, 4.0]
-    )  # the fourth row has not been seen
+    # The fourth row has not been seen.
+    selector.last_losses[:3] = torch.tensor([5.0, 3.0, 4.0])
     expected = {
         "entropy": entropy,
         "ess": 1 / 0.3,

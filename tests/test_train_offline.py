@@ -473,11 +473,12 @@ def test_every_flag_is_read_somewhere(script, here):
     read = {name for pair in read for name in pair}
     for level in ("lower", "upper"):  # by formatted names
         read |= {f"{level}_columns", f"{level}_limit"}
+    # In options.parse and options.penalties.
     read |= {
         "preset",
         "rho_start",
         "rho_step",
-    }  # in options.parse and options.penalties
+    }
     assert set(arguments(script)) <= read
 
 
@@ -548,9 +549,8 @@ def test_presets_hold_the_published_values_and_nothing_else(preset):
     expected["gradient_checkpointing"] = True
     plain = arguments(train_offline, model="m", lower="a", upper="b")
     assert arguments(train_offline, preset=preset) == plain | expected
-    assert (
-        arguments(train_offline, preset=preset, lr=1)["lr"] == 1
-    )  # the command line stands above
+    # The command line stands above.
+    assert arguments(train_offline, preset=preset, lr=1)["lr"] == 1
     of_online = arguments(train_online, preset=preset)
     batch = 16 if preset == "llama3-8b-safety" else 64
     assert {name: of_online[name] for name in ONLINE} == ONLINE | {

@@ -261,9 +261,8 @@ def convergence_run(epsilon, every=50):
     L = smoothness_constant(trace.R[::every], instance)
     smooth = []
     drift = []
-    lengths = (
-        eta * (trace.loss.cumsum(0) - trace.loss)[::every]
-    )  # S_k = sum_{t<k} eta L_gamma^t
+    # S_k = sum_{t<k} eta L_gamma^t.
+    lengths = eta * (trace.loss.cumsum(0) - trace.loss)[::every]
     for checkpoint, S in zip(checkpoints, lengths, strict=True):
         smooth.append(gradient_variation(checkpoint, problem, gamma, eta))
         if checkpoint.k > 0:

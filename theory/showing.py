@@ -12,9 +12,8 @@ class Figure:
     x: str
     y: str
     curves: dict
-    settings: dict = field(
-        default_factory=dict
-    )  # more of matplotlib's `Axes.set`, such as xscale
+    # More of matplotlib's `Axes.set`, such as xscale.
+    settings: dict = field(default_factory=dict)
 
 
 def print_rows(rows):

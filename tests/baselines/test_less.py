@@ -147,9 +147,8 @@ def test_less_continues_after_a_kill(rank, files, monkeypatch):
     assert len(calls) == 38
     assert made.ranked == whole.ranked
     calls.clear()
-    kept = rank(
-        "less", files, keep_fraction=0.5, **settings
-    )  # another share costs no gradient
+    # Another share costs no gradient.
+    kept = rank("less", files, keep_fraction=0.5, **settings)
     assert not calls
     assert sum(row["kept"] for row in kept.rows) == 15
 

@@ -30,9 +30,8 @@ def call(tmp_path, monkeypatch):
         return Part(name, 2, measure, lambda result: (["value"], [[result["value"]]]))
 
     def hang():
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, set(signal.Signals)
-        )  # all that can be blocked
+        # All that can be blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
         time.sleep(1000)
 
     def lack():

@@ -66,11 +66,12 @@ def test_eos_on_complete_rows_only(load):
     length = len(full["input_ids"])
     assert full["complete"]
     assert full["input_ids"].count(0) == full["trained"][-1] == 1
+    # length - 1: only the EOS has no room.
     for cut in (
         length - 1,
         length - 2,
         length // 2,
-    ):  # length - 1: only the EOS has no room
+    ):
         rows, report = load(max_length=cut)
         assert rows[0]["input_ids"] == full["input_ids"][:cut]
         assert not rows[0]["complete"]
@@ -116,6 +117,7 @@ def test_end_markers_of_other_models_are_cut(load, marker):
 
 
 def test_labels_pass_through(load):
+    # As spreadsheets write them.
     labels = (
         True,
         "TRUE",
@@ -126,7 +128,7 @@ def test_labels_pass_through(load):
         0,
         None,
         "",
-    )  # as spreadsheets write them
+    )
     source = [{"prompt": "a", "response": "b", "bad": bad, "kind": "cut"} for bad in labels]
     rows, report = load([*source, {"prompt": "a", "response": "c"}])
     assert list(rows["bad"]) == [True] * 4 + [False] * 6
@@ -194,9 +196,8 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     assert again.to_dict() == rows.to_dict()
     assert second == report
     tokenizer = make_tokenizer()
-    tokenizer(
-        ["a"], truncation=True, max_length=3, padding=True
-    )  # leaves state in the backend
+    # Leaves state in the backend.
+    tokenizer(["a"], truncation=True, max_length=3, padding=True)
     load(tokenizer=tokenizer)
     assert len(reads) == 1
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())

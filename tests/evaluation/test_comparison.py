@@ -122,6 +122,7 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
         assert next(iter(data)) in line
 
 
+# The other has none.
 @pytest.mark.parametrize(
     ("data", "args"),
     [
@@ -130,7 +131,7 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
         ({"upper_heldout": "x"}, {"upper_heldout": None, "seed": 1}),
         ({"lower_heldout": "x"}, {"lower_heldout": "clean.jsonl"}),
     ],
-)  # the other has none
+)
 def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
     common = {"lower_limit": args.get("lower_limit")}
     common["upper_heldout"] = args.get("upper_heldout", "held.jsonl")

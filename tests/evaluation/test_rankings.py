@@ -99,9 +99,8 @@ def test_training_keeps_what_keep_kept(files, train, tmp_path):
     again = train(paths, out="kept", method="sft", keep=out, epochs=1)
     best = {row["row_id"] for row in run.weights if row["rank"] <= 6}
     assert {row["row_id"] for row in again.weights} == best
-    write_rows(
-        paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9)
-    )  # it has grown
+    # It has grown.
+    write_rows(paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9))
     grown = train(paths, out="grown", method="sft", keep=out, epochs=1)
     assert {row["row_id"] for row in grown.weights} == best
 

@@ -37,12 +37,13 @@ DAMAGES = {
     "no keys": lambda _: b"{}\n",
     "cut": lambda whole: whole[: len(whole) // 2 - 3] + b"\n",
 }
+# Figures may be missing.
 SOUND = (
     "base.json",
     "losses.json",
     "result.json",
     "metrics.jsonl",
-)  # figures may be missing
+)
 
 
 @pytest.fixture

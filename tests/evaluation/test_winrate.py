@@ -296,9 +296,8 @@ def test_every_pair_is_judged_in_both_orders_and_once(openai, judged):
     preferences, text = judged(PAIRS, "--url", "http://localhost/v1")
     assert preferences == [2, 1, 1.5, 1.5, 2]
     assert openai.addresses == ["http://localhost/v1"]
-    assert (
-        len(openai.questions) == len(set(openai.questions)) == 8
-    )  # equal ones are not asked
+    # Equal ones are not asked.
+    assert len(openai.questions) == len(set(openai.questions)) == 8
     assert "8 verdicts asked, 0 failed; win rate 60.00" in text
     assert text.index("8 verdicts to ask") < text.index("8 verdicts asked")
     preferences, text = judged([*PAIRS, ("six", "bad", "good")])
@@ -321,9 +320,8 @@ def test_verdicts_survive_a_kill_in_the_middle_of_a_line(openai, judged, tmp_pat
     judged(PAIRS)
     cache = tmp_path / "out.json.cache.jsonl"
     lines = [line for line in cache.read_text().splitlines() if line]
-    cache.write_text(
-        "\n".join(lines[:5]) + "\n" + lines[5][:20]
-    )  # killed while writing the sixth
+    # Killed while writing the sixth.
+    cache.write_text("\n".join(lines[:5]) + "\n" + lines[5][:20])
     preferences, text = judged(PAIRS)
     assert preferences == [2, 1, 1.5, 1.5, 2]
     assert "3 verdicts asked" in text

@@ -57,9 +57,8 @@ def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
     ]
     assert text_reasons(asked) == [None] * 6
     assert text_reasons([*asked, asked[4]])[6] == "duplicate"
-    told = [
-        [f"{letter}{n}" for n in range(14)] for letter in "ab"
-    ]  # long answers to one passage
+    # Long answers to one passage.
+    told = [[f"{letter}{n}" for n in range(14)] for letter in "ab"]
     passage = " ".join(f"word{n}" for n in range(900))
     assert (
         text_reasons(
@@ -86,10 +85,11 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
     assert text_reasons([*rows, (f"{instruction} {reviews[7]}", "Negative.")])[200:] == [
         "duplicate"
     ]
+    # A fixed last line.
     asked = [
         (f"{instruction}\nQuestion: {text}?\nAnswer (yes or no):", ("yes", "no")[n % 2])
         for n, text in enumerate(reviews)
-    ]  # a fixed last line
+    ]
     assert text_reasons(asked) == [None] * 200
 
 
@@ -123,9 +123,8 @@ def test_answers_that_agree_are_no_conflict():
     assert (
         told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
     )
-    assert (
-        told("It is Paris", "It is not Paris") == ["conflict"] * 2
-    )  # no word of the first's own
+    # No word of the first's own.
+    assert told("It is Paris", "It is not Paris") == ["conflict"] * 2
 
 
 @pytest.mark.parametrize(

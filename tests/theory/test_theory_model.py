@@ -58,16 +58,18 @@ def test_prefixes_hide_the_answer_and_end_in_the_query():
     tokens = model.make_tokens([[4, 1, 3, 2, 5]], 3, torch.eye(6, dtype=F64))
     assert tokens.y.tolist() == [3, 2, 5]
     assert tokens.valid.sum(1).tolist() == [2, 3, 4]
+    # The last visible token.
     assert tokens.X[:, :, -1].argmax(1).tolist() == [
         1,
         3,
         2,
-    ]  # the last visible token
+    ]
+    # Nothing of the future.
     assert tokens.X.sum((1, 2)).tolist() == [
         2,
         3,
         4,
-    ]  # nothing of the future
+    ]
 
 
 def test_softmax_jacobian_and_its_three_lipschitz_bounds():
