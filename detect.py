@@ -221,7 +221,8 @@ def surprise(values, null):
     exponential tail, so that values beyond every null row still differ. Of too few null rows, or of
     copies of one, there is no tail to fit.
     """
-    null = null[~null.isnan()].sort().values
+    null = null[~null.isnan()]
+    null = null.sort().values
     values = values.nan_to_num(-math.inf)
     above = len(null) - torch.searchsorted(null, values)
     p = (1 + above.double()) / (1 + len(null))
@@ -251,7 +252,8 @@ def bands(lengths, null_lengths):
     The last band has at least BAND: no edge lies above its quantile.
     """
     count = min(4, len(null_lengths) // BAND)
-    edges, start = [], 0
+    edges = []
+    start = 0
     for number in range(1, count):
         edge = quantile(null_lengths, number / count)
         below = int((null_lengths < edge).sum())
@@ -295,9 +297,10 @@ def without_faults(values, faults):
     to 70 % points is the largest share of the file that such faults can explain. Returns (1 - pi) n
     quantiles, 50 at least, of S_0 = (S - pi S_faults) / (1 - pi), made monotone.
     """
-    values = values[~values.isnan()].sort().values
+    values = values[~values.isnan()]
     if not len(values):
         return values
+    values = values.sort().values
     faults = faults.sort().values
     points = quantile(faults, torch.arange(2, 15).double() / 20)
     explained = share_above(values, points) / share_above(faults, points)

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from data.sets import each_row
+from utils import UserError
 
 WORDS = re.compile(r"\w+|[^\w\s]+")  # NLTK's WordPunctTokenizer
 NUM_BUCKETS = 10_000
@@ -61,6 +62,8 @@ def log_probabilities(texts):
     for text in tqdm(texts, desc="dsir: n-grams", unit=" rows", mininterval=1):
         buckets, _ = ngram_buckets(text, NUM_BUCKETS)
         np.add.at(counts, buckets, 1)
+    if not counts.any():
+        raise UserError("dsir: no row of one of the levels holds a word")
     return np.log(counts / counts.sum() + 1e-8)
 
 

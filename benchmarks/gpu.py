@@ -62,6 +62,8 @@ def run_part(part, file, seconds):
     process.start()
     try:
         process.join(seconds)
+        if "result" in known_of(file):  # it may still hang, or die, while it ends
+            return
         if process.is_alive():
             write_part(file, failed=f"stopped after {seconds:.0f} s")
         elif process.exitcode != 0:

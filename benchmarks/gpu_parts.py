@@ -14,8 +14,6 @@ from benchmarks.shapes import load_shape, work_of
 from benchmarks.step import Steps, compare_steps, step_table
 from utils import UserError
 
-GROUPS = (1, 5)  # G of the online steps
-
 
 @dataclass(frozen=True)
 class Part:
@@ -60,14 +58,16 @@ TINY = Sizes(
 
 def run_heads(sizes, rounds, peers=False):
     if peers and not logprob.usable(logprob.PEERS):
-        raise UserError("none of the other libraries is installed")
+        raise UserError("neither Liger nor QuACK is installed")
     return logprob.compare_heads(sizes, rounds, peers)
 
 
 def run_steps(shape, rounds, checkpointing):
     work = work_of(shape)
     model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
-    return compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch), GROUPS)
+    return compare_steps(
+        Steps(model, lower, upper, work.batch, work.micro_batch), table2.GROUPS
+    )
 
 
 def run_hours(folder, shape):

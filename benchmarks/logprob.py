@@ -29,6 +29,7 @@ from benchmarks.measure import (
     time_variants,
 )
 from runtime.processes import pick_device
+from utils import first_line
 
 CHECKED = 64  # rows compared with float64; more float64 logits would not fit
 CUDA_SIZES = (16384, 4096, 128256)  # T, d, V of the published comparisons
@@ -207,8 +208,7 @@ def first_head_call(problem, call, scores):
     try:
         peak = peak_memory(lambda: call(0), problem.hidden.device)
     except Exception as error:  # a peer raises anything
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return {"failed": line[:200]}
+        return {"failed": f"{type(error).__name__}: {first_line(error)}"}
     if scores:
         return {"peak_bytes": peak}
     return {"peak_bytes": peak, "gradient_error": problem.gradient_error()}

@@ -20,6 +20,7 @@ PUBLISHED_HOURS = {  # H100 96 GB, Pythia-1b and Llama-3-8b (the paper's runtime
 }
 PUBLISHED_ROWS = {"pythia-1b": 9600, "llama3-8b": 56000}
 EPOCHS, K_GEN = 3, 500
+GROUPS = (1, 5)  # G of the online steps
 ASSUMED = (
     "extrapolated: seconds of a measured step x steps of three epochs, plus the answers "
     "of every refresh at the measured tokens a second, rows of the assumed mean lengths; "
@@ -63,7 +64,7 @@ def answer_speed(model, rows, work):
 def hours_of(shape, steps, seconds_per_answer):
     """{method: hours} of the published run; for a tiny shape, of a run of one batch.
 
-    steps: what `compare_steps` returns.
+    steps: what `compare_steps` returns of GROUPS.
     """
     work = work_of(shape)
     seconds = {
@@ -76,15 +77,12 @@ def hours_of(shape, steps, seconds_per_answer):
     refreshes = math.ceil(num_steps / K_GEN)
     # The rows that are read until the next refresh.
     window = min(num_rows, K_GEN * work.batch)
-    lower_share = work.lower_tokens / (work.lower_tokens + work.upper_tokens)
     hours = {
         "mixing": seconds[SFT] * num_steps / 3600,
         "BDS": seconds[BDS_NEXT] * num_steps / 3600,
     }
     for share, group in ((0.05, 1), (0.1, 1), (0.1, 5)):
-        # G answers to a masked row: G - 1 more rows in that share of the lower level.
-        longer = 1 + (group - 1) * share * lower_share
-        training = seconds[online_name(1)] * longer * num_steps
+        training = seconds[online_name(group)] * num_steps  # of R = 10 %, for 5 % too
         answering = refreshes * window * share * group * seconds_per_answer
         hours[f"online R={share:.0%} G={group}"] = (training + answering) / 3600
     return hours
@@ -94,7 +92,8 @@ def extrapolate(shape, rounds):
     """{method: hours} for one of SHAPES, from steps and answers measured here and now."""
     work = work_of(shape)
     model, lower, upper = load_shape(shape, work.batch * rounds)
-    steps = compare_steps(Steps(model, lower, upper, work.batch, work.micro_batch))
+    measured = Steps(model, lower, upper, work.batch, work.micro_batch)
+    steps = compare_steps(measured, GROUPS)
     rows = (lower * work.answers)[: work.answers]
     speed = answer_speed(model, rows, work)
     return hours_of(shape, steps, speed["seconds_per_answer"])

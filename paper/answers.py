@@ -37,7 +37,7 @@ def zero_shot(args):
             words = ["eval.py", "qa", str(file.parent), *(args.qa or ()), *flags]
             commands[out] = shlex.join([*words, "--out", str(out)])
             answered[method].append(out)
-    run_each(args, commands, workers=1)  # The harness uses every core.
+    run_each(args, commands, workers=1)  # one at a time: each holds a model
     if args.list:
         return
     results = {}
@@ -46,7 +46,8 @@ def zero_shot(args):
         for file in files:
             tasks = json.loads(file.read_text())
             results[method].append({task: tasks[task]["acc"] for task in sorted(tasks)})
-    show(args, results, dict(zip(tasks, tasks, strict=True)))
+    columns = {task: task for task in tasks}
+    show(args, results, columns)
 
 
 # --- win rate -------------------------------------------------------------------------------------

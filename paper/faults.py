@@ -132,7 +132,7 @@ def lower_rows(words):
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     options.add_data_arguments(parser)
-    parser.set_defaults(seed=0, toy=False)
+    parser.set_defaults(seed=0)
     given, _ = parser.parse_known_args(words)
     context = models.context_length(models.load_config(given.model))
     lower = sets.load_levels(given, models.load_tokenizer(given.model), context).lower

@@ -255,6 +255,8 @@ def convergence_run(epsilon, every=50):
             checkpoints.append(step)
         if step.penalty.loss <= epsilon:
             break
+    else:
+        raise RuntimeError(f"L_gamma is above {epsilon} after {step.k} steps")
     trace = Trace(*torch.tensor(rows, dtype=F64).unbind(1))
     upper, lower = level_losses(step.penalty.state.losses, problem)
 
