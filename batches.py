@@ -196,10 +196,10 @@ def own_groups(model, rows, label=None):
 def row_losses(model, rows, label=None, greedy=False):
     """Per-token mean loss of every row, no gradient (Eq. SFT_def divided by the response length).
 
-    rows: a data set of tokenised rows; label: text of a progress bar, None for none. All processes
-    share the work; each returns (losses (n,), lengths (n,)) of all rows, on the CPU; with greedy
-    also (n,) int64, 1 where greedy decoding writes the whole response, end token included. No
-    generation needed: that is so when every token is the likeliest one after the true ones.
+    rows: a data set or a list of tokenised rows; label: text of a progress bar, None for none. All
+    processes share the work; each returns (losses (n,), lengths (n,)) of all rows, on the CPU; with
+    greedy also (n,) int64, 1 where greedy decoding writes the whole response, end token included.
+    This needs no generation: every token must be the likeliest one after the true ones.
     """
     losses = torch.zeros(len(rows), dtype=torch.promote_types(model.dtype, torch.float32))
     counted = torch.zeros(2 if greedy else 1, len(rows), dtype=torch.int64)

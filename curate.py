@@ -84,7 +84,7 @@ def well_formed(prompt, tokens, complete):
     """Whether an answer is complete, not empty, no repetition and no copy of its prompt."""
     if not complete or len(tokens) <= 1:
         return False
-    # Of eight 4-grams or fewer a repetition says nothing.
+    # A repetition among eight 4-grams or fewer says nothing.
     repeats = len(tokens) > 11 and repetition(tokens) > 0.5
     return not repeats and not is_copy(tokens[:-1], prompt)
 
@@ -94,7 +94,7 @@ def recommend(margin, threshold, fine):
 
     margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
-    if not fine or not margin > 0:  # NaN is no margin
+    if not fine or margin <= 0:
         return "original"
     if threshold is None or margin <= threshold:
         return "undecided"
@@ -122,7 +122,7 @@ def calibrate(run, sampling, template, blank):
     """
     model, held_out = run.learner.model, run.rows.upper_heldout
     context = models.context_length(model.config)
-    places = sorted(first_places(held_out["prompt_hash"][:]).values())  # each question once
+    places = list(first_places(held_out["prompt_hash"][:]).values())  # each question once
     rows = []
     for row in held_out.select(places[:MAX_CALIBRATION]):
         if len(prompt_of(row)) + sampling["max_new_tokens"] <= context:
@@ -147,6 +147,10 @@ def compared(run, rows, written, template, blank):
     new = [tokens for tokens, _ in written]
     model = run.learner.model
     margins = scores(model, prompts, new, blank) - scores(model, prompts, given, blank)
+    if not torch.isfinite(margins).all():
+        raise UserError(
+            "an answer's log-prob under the base is not finite; try --dtype float32"
+        )
     fine = []
     for prompt, (tokens, complete) in zip(prompts, written, strict=True):
         fits = well_formed(prompt, tokens, complete)
@@ -223,6 +227,7 @@ def write_curated(path, lower, ranked, buffer, current, refined):
             entry["generated_at"] = buffer[p].step
             entry["logps"] = current[p].tolist()
             entry["old_logps"] = old.tolist()
+            # exp overflows above 709, and JSON has no infinity.
             entry["ratio"] = (current[p] - old).clamp(-700, 700).exp().tolist()
         entry |= {name: row[name] for name in LABELS if name in row}
         if row.get("messages"):

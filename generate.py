@@ -256,9 +256,10 @@ def is_copy(answer, prompt):
     if len(answer) < ECHO_LENGTH:
         return False
     sequence = grams(answer, 3)
-    known, words = set(grams(prompt, 3)), set(prompt)
+    known = set(grams(prompt, 3))
+    prompt_tokens = set(prompt)
     copies = sum(gram in known for gram in sequence)
-    news = sum(token not in words for token in answer)
+    news = sum(token not in prompt_tokens for token in answer)
     if copies / len(sequence) < COPIED:
         return False
     return news / len(answer) <= NEWS

@@ -22,7 +22,7 @@ import torch
 BF16_FROM = (
     512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
 )
-# Settings of an adapter that any value of is plain LoRA: where it sits, and how large it is.
+# Settings that may differ from PEFT's defaults in plain LoRA; `_check_adapter` says how two may.
 PLAIN_SETTINGS = {
     "alpha_pattern",
     "auto_mapping",

@@ -1,10 +1,10 @@
-"""The arguments of both training scripts, by group: one home for every default and every check."""
+"""The arguments that both training scripts share, with defaults and checks of single values."""
 
 import argparse
 import os
 from pathlib import Path
 
-from data.tokens import TEMPLATE
+from data.templates import TEMPLATE
 from selector import penalty
 from toy import corpus
 from utils import UserError
@@ -64,7 +64,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Every flag with its default where it has one; a published value stands in its text."""
 
     def _get_help_string(self, action):
-        if action.default in (None, False):
+        if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
 
@@ -228,7 +228,7 @@ def parse(parser, argv, presets=PRESETS):
     ]
     toy = not named and first.preset in (None, "toy")
     if toy or first.preset:
-        parser.set_defaults(**presets["toy" if toy else first.preset])
+        parser.set_defaults(**presets[first.preset or "toy"])
     args = parser.parse_args(argv)
     check_values(args)
     # Parsed onto None for every flag: what is not None then was given.
@@ -295,10 +295,8 @@ def check_values(args):
     """`UserError` for a value that no run can have, whatever the data."""
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
-    at_least_one(
-        args, "batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha"
-    )
-    at_least_one(args, "max_length")
+    counts = ("batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha")
+    at_least_one(args, *counts, "max_length")
     for name in ("lr", "omega_lr"):
         if not 0 <= getattr(args, name) <= 1e30:  # float32 ends at 3e38
             raise UserError(

@@ -100,6 +100,8 @@ def listed(rows, file, column):
     for number, line in enumerate(each_jsonl(file), 1):
         if not {"row_id", "hash", column} <= line.keys():
             raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
+        if line[column] is None:
+            raise UserError(f"{file} row {number}: {column} is null")
         key = (several and line.get("source"), line["row_id"])
         value = (line["hash"], line[column])
         if values.setdefault(key, value) != value:
@@ -122,7 +124,7 @@ def listed(rows, file, column):
     if None in result:
         print(
             f"warning: {result.count(None)} of the {len(result)} rows are not listed in {file}: "
-            "--keep leaves them out, --mask lets them train"
+            "--keep leaves them out, --mask lets them train, --weights gives them 0"
         )
     return result
 

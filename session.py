@@ -1,7 +1,7 @@
-"""What both training scripts set up and finish alike; the loop and its state are in the scripts.
+"""What both training scripts set up and finish alike; the loop is in the scripts.
 
-Each record is made in one place and never added to: the rows of a run, its plan, the model with
-what trains it. The method is in the scripts; nothing here takes a gradient.
+Each record is made in one place: the rows of a run, its plan, the model with what trains it. Only
+`Judged` is completed by the scripts. The method is in the scripts; nothing here takes a gradient.
 """
 
 import contextlib
@@ -78,8 +78,7 @@ class Rows:
 
     def by_name(self):
         """{name: rows} of the sets that there are."""
-        names = ("lower", "upper", "upper_heldout", "lower_heldout")
-        present = {name: getattr(self, name) for name in names}
+        present = {name: getattr(self, name) for name in sets.LEVELS}
         return {name: rows for name, rows in present.items() if rows is not None}
 
 
@@ -353,9 +352,10 @@ def check_finite(step, norm, losses, lower, places):
         return
     bad = places[~torch.isfinite(losses.cpu())]
     row_ids = lower.select(bad.tolist())["row_id"][:]
+    where = f"lower row_ids {row_ids}" if row_ids else "no lower row's loss is the cause"
     raise UserError(
-        f"step {step}: the loss or its gradient is not finite (lower row_ids {row_ids}); lower "
-        "--lr or remove the rows, and start again in another --out"
+        f"step {step}: the loss or its gradient is not finite ({where}); lower --lr or remove "
+        "such rows, and start again in another --out"
     )
 
 

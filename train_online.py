@@ -76,7 +76,7 @@ def parse_args(argv=None):
         "--mask",
         default="static",
         help="static, dynamic, or a ranking file: masked are the rows that it does not keep"
-        "; published: static, safety: dynamic",
+        "; published: static, for safety also dynamic",
     )
     add(
         "--ratio-masked",
@@ -140,9 +140,12 @@ def parse_args(argv=None):
 
 @dataclass(frozen=True)
 class Masking:
-    """Which rows are masked: `kind` "static" or "dynamic" with the share `ratio`, or those of
-    `given` (N,) bool, which a file names. is_ranked: whether the last mask holds the rows that
-    weights or a file put last, and is no random sample."""
+    """Which rows are masked.
+
+    kind: --mask as given. "static" and "dynamic" mask the share `ratio`; a file masks the rows
+    `given` (N,) bool, which is None otherwise. is_ranked: whether the last mask holds the rows that
+    weights or a file put last, and is no random sample.
+    """
 
     kind: str
     ratio: float
@@ -301,7 +304,8 @@ def lower_terms(questions, logps, lengths, ratio):
     counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     weights = torch.ones_like(losses.detach())
-    ratios, num_clamped = None, 0
+    ratios = None
+    num_clamped = 0
     generated = [answers for answers in questions if answers.is_generated]
     if generated and ratio is not None:
         is_generated = torch.tensor([answers.is_generated for answers in questions])
@@ -577,9 +581,10 @@ def finish(args, run, masking, mask, buffer, num_written):
         for name, values in judged.scores.items():
             unmasked[f"{name}_unmasked"] = values[places]
         labels |= ranking.label_metrics(lower.select(places.tolist()), unmasked)
-    to_answer = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
     if masking.given is not None:
         to_answer = masking.given
+    else:
+        to_answer = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
     places = to_answer.nonzero().flatten().tolist()
     columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
     sampling = sampling_options(args, run)

@@ -122,7 +122,7 @@ def set_aside(report, keys, reason):
 
 @dataclass
 class Side:
-    """One response of a pair: its row's place, its question, its answer as text and as tokens."""
+    """A response of a pair: its row's place, the hash of its question, and those of its answer."""
 
     place: int
     prompt: str

@@ -39,14 +39,12 @@ from data import layouts
 from data.layouts import LABELS
 from data.sources import find_parts, read_part, source_stamp
 from data.templates import (
-    TEMPLATE,
     Encoder,
     around_answer,
     markers,
     read_template,
     segments_of,
     special_strings,
-    split_template,
 )
 from runtime.log import Progress
 from utils import UserError, content_hash, write_atomic
@@ -132,11 +130,9 @@ def load_rows(
             f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "
             'set "eos_token" in its tokenizer_config.json'
         )
-    if template is None and not tokenizer.chat_template:
-        template = TEMPLATE
     settings = SimpleNamespace(  # a part of the cache's key
         columns=layouts.parse_columns(columns),
-        template=template and split_template(template),
+        template=read_template(tokenizer, template),
         turns=turns,
         side=side,
         max_length=max_length,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import batches
-from data.tokens import TEMPLATE
+from data.templates import TEMPLATE
 
 BETA = 0.1  # of DPO
 OPTIONS = {  # of a run that is computed once more; clipping has something to do

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data import tokens
 from data.layouts import Unusable
-from data.templates import segments_of, special_tokens
+from data.templates import TEMPLATE, segments_of, special_tokens
 from utils import UserError
 
 LLAMA3 = (
@@ -182,7 +182,7 @@ def test_chat_template(load, chat, head, middle, end):
     cut = load(tokenizer, ("what?", "a ball " * 50), max_length=50)[0]
     assert not cut["complete"]
     assert cut["input_ids"][-1] not in special_tokens(tokenizer)
-    text = show(load, tokenizer, ("what?", "a ball"), template=tokens.TEMPLATE)
+    text = show(load, tokenizer, ("what?", "a ball"), template=TEMPLATE)
     assert text == "<bos>User: what?\nAssistant:⟦ a ball<eos>⟧", "the flag wins"
 
 
