@@ -94,7 +94,7 @@ def recommend(margin, threshold, fine):
 
     margin: s(refined) - s(original); threshold: of `calibrate`, or None; fine: `well_formed`.
     """
-    if not fine or margin <= 0:
+    if not fine or not margin > 0:  # NaN is no margin
         return "original"
     if threshold is None or margin <= threshold:
         return "undecided"
