@@ -1,4 +1,4 @@
-# make demo: the embedded toy, 2-3 minutes on two cores.   make test: the tests, 5 minutes.
+# make demo: the embedded toy, 4 minutes on two cores.   make test: the tests, 5 minutes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -74,7 +74,7 @@ def add_readers(commands):
         "--by",
         metavar="COLUMN",
         default="rank",
-        help="a column of the ranking; large is good, in losses and ranks small is (rank)",
+        help="a column (rank); large is good, but small in ranks, losses and row tests",
     )
     add("--out", help="file to write (kept.jsonl in a run, else NAME.kept.jsonl)")
     add = add_command(commands, "export", export.run_export)

@@ -41,6 +41,8 @@ def print_answers(args):
         prompts += read_prompts(args.prompts)
     if not prompts:
         raise UserError("answers: give --prompt TEXT or --prompts FILE")
+    if args.out:
+        check_output(args.out, args.prompts, *args.runs)
     answers = answer_prompts(args.runs, prompts, args.max_new_tokens)
     lines = []
     for number, prompt in enumerate(prompts):
@@ -49,7 +51,6 @@ def print_answers(args):
             lines.append(f"--- {title}\n{texts[number]}")
     text = printable("\n".join(lines))
     if args.out:
-        check_output(args.out, *args.runs)
         utils.write_atomic(args.out, f"{text}\n")
     else:
         print(text)

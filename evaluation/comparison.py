@@ -144,9 +144,14 @@ def final_metrics(run):
         for key in list(values):
             if "_unmasked/" in key:
                 values[key.replace("_unmasked/", "/")] = values[key]
+    return values
+
+
+def comparable_metrics(run):
+    """`final_metrics` without what compares with no other run: the AUROC of a --keep's rows."""
+    values = final_metrics(run)
     if getattr(run.args, "keep", None):
-        # The AUROC is over the kept rows alone, so it compares with no other run's.
-        values = {key: value for key, value in values.items() if not key.endswith("auroc")}
+        return {key: value for key, value in values.items() if not key.endswith("auroc")}
     return values
 
 
@@ -182,7 +187,7 @@ def comparison_rows(runs):
             name = str(members[0].folder)
         names.append(name)
         row = {"name": name, "n": len(members)}
-        finals = [final_metrics(run) for run in members]
+        finals = [comparable_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):
             values = [final[key] for final in finals if final.get(key) is not None]
             if values:

@@ -167,7 +167,9 @@ def run_export(args):
     if "source" not in lines[0]:
         raise UserError(f"{path}: names no source, as older versions wrote it; rank again")
     with reading(path):
-        check_output(out, path, path.parent, *files, *{line["source"] for line in lines})
+        sources = {line["source"] for line in lines}
+    check_output(out, path, path.parent, *files, *sources)
+    with reading(path):
         chosen = exported_lines(lines, args.format, args.all)
         if not chosen:
             raise UserError(

@@ -212,8 +212,10 @@ def best_ranking(run, row_tests):
     for name in ("weight", *COLUMN_OF):
         scores[name] = metrics.get(f"{name}/auroc")
     if row_tests and "bad" in run.rows[0]:
-        surprise = [-row["surprise"] for row in run.rows]
-        scores["row tests"] = auroc(surprise, [row["bad"] for row in run.rows])
+        # Over the rows of the other figures: an online run's are of unmasked rows.
+        rows = [row for row in run.rows if not row.get("masked")]
+        surprise = [-row["surprise"] for row in rows]
+        scores["row tests"] = auroc(surprise, [row["bad"] for row in rows])
     scores = {name: score for name, score in scores.items() if score is not None}
     if not scores:
         words = (
@@ -238,7 +240,7 @@ def best_ranking(run, row_tests):
 
 
 def before_and_after(run):
-    """(header, rows): every held-out figure of the base model and of the run."""
+    """(header, rows): every figure that was measured on the base model and on the run."""
     values = run.extra | run.metrics[-1] | (run.result or {})
     rows = []
     for key, before in values.items():

@@ -109,6 +109,11 @@ def guidance(args, lower, upper):
     held_out = upper[half : half + MOST_ROWS]
     asked = {prompt_text(row) for row in held_out}
     unasked = [row for row in lower if prompt_text(row) not in asked]
+    if len(unasked) < half:
+        raise UserError(
+            f"--lower: {len(unasked)} rows have a question that no held-out trusted row has; the "
+            f"comparison needs {half}"
+        )
 
     def tokens(rows):
         rows = [{"messages": row.messages} for row in rows]

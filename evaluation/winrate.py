@@ -156,7 +156,8 @@ def rate(args):
         reference = row.get("generator_1") or "reference"
         name = f"{row['generator_2']} against {reference}"
         preferences.setdefault(name, []).append(row["preference"])
-    results = {name: win_rate(values) for name, values in preferences.items()}
+    with reading(args.annotations):
+        results = {name: win_rate(values) for name, values in preferences.items()}
     rows = [[name, *figures.values()] for name, figures in results.items()]
     header = ["model", "win rate", "std. error", "discrete"]
     show_table([*header, "wins", "draws", "losses", "n", "missing"], rows)

@@ -51,7 +51,7 @@ def main(name, noisy_file, trusted_file, epochs=3, lr=2e-4):
         rho = gamma / (1 + gamma)
         for places in torch.randperm(len(noisy)).split(BATCH):
             batch = [noisy[place] for place in places]
-            losses = row_losses(model, batch + random.sample(trusted, BATCH))
+            losses = row_losses(model, batch + random.choices(trusted, k=BATCH))
             weighted = selector.weights(places) * losses[: len(batch)]
             loss = rho * weighted.mean() + (1 - rho) * losses[len(batch) :].mean()
             loss.backward()

@@ -58,7 +58,7 @@ def main():
     if len(sys.argv) != 2:
         sys.exit("usage: python examples/smollm2.py FOLDER")
     folder = Path(sys.argv[1])
-    if (folder / "tokenizer_config.json").exists():  # written last
+    if (folder / "tokenizer.json").exists():  # written last
         print(f"{folder}: already there")
         return
     if importlib.util.find_spec("gguf") is None:

@@ -11,9 +11,10 @@
 Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
 where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
 garbled text and of answers that are wrong they know nothing, and their phrases are English. A
-language is known by its letters or its commonest words (`SPEECH`): Danish or Turkish are not, nor
-are two languages of one script apart, and a question of a word or two has none. Where one refusal
-of many questions is wanted, it is a stock answer nevertheless.
+language is known by its letters or its commonest words (`SPEECH`). Danish and Turkish are not
+known, languages that share another script, such as Russian and Ukrainian, are not told apart, and a
+question of a word or two has no language. One refusal of many questions is a stock answer even
+where it is wanted.
 
 Strings in, a list out; this file imports nothing of the project and can be copied. A row is its
 question and its answer, without template or end tokens; what a conversation said before belongs to

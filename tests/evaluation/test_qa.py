@@ -6,14 +6,13 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, make_tokenizer, write_rows
+from conftest import make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM
 
 import eval as front
 from evaluation import qa
 from evaluation.losses import load_trained
 
-SHARED = ROOT.parent / "shared"
 FIVE = ("arc_easy", "arc_challenge", "openbookqa", "piqa", "winogrande")
 
 

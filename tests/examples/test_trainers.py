@@ -1,5 +1,7 @@
 """Weights in TRL's trainer, and the copyable files in a loop of one's own."""
 
+import random
+
 import datasets
 import pytest
 import torch
@@ -81,6 +83,7 @@ def test_eq_trl_with_weights_is_sft_with_weights(train, files, folders, tmp_path
 def test_a_loop_of_ones_own(folders, tmp_path):
     """Rows whose answers are noise come out behind those that the trusted rows agree with."""
     torch.manual_seed(0)
+    random.seed(0)
     trusted = [{"prompt": f"say {n}", "response": "red"} for n in range(16)]
     noisy = trusted[:8] + [row | {"response": "blue"} for row in make_rows(8, seed=2)]
     files = [write_rows(tmp_path / "noisy.jsonl", noisy)]
