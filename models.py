@@ -57,6 +57,7 @@ def _is_path(name):
     return os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+@functools.cache  # one question to the hub a name
 def _check_source(name):
     """`UserError` for a folder that is not there, or a name that the hub does not have."""
     if os.path.isdir(name):
@@ -232,9 +233,6 @@ def add_lora(
             model = peft.get_peft_model(model, config)
     else:
         model = _load_adapter(model, adapter)
-    config = model.peft_config["default"]
-    _check_adapter(config, adapter)
-    config.lora_dropout = 0.0  # the twin's too
     _switch_off_dropout(model)
     speed_up_lora(model)
     if checkpointing:
@@ -261,6 +259,9 @@ def _load_adapter(model, adapter):
             f"{adapter}: not an adapter of this model: {len(misplaced)} tensors are missing or "
             f"have no place (such as {misplaced[0]}); give the --model that it was trained on"
         )
+    config = model.peft_config["default"]
+    _check_adapter(config, adapter)
+    config.lora_dropout = 0.0  # the twin's too
     return model
 
 

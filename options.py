@@ -282,6 +282,8 @@ def report_unread(args, given):
         unread.append("epochs")
     if getattr(args, "refine", None) == "drop":
         unread += ["num_answers", "ratio", "temperature"]
+        if args.mask != "dynamic":
+            unread.append("k_gen")
     if getattr(args, "mask", "static") not in ("static", "dynamic"):
         unread.append("ratio_masked")
     flags = [

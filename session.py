@@ -13,6 +13,7 @@ from pathlib import Path
 
 import batches
 import models
+import options
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
@@ -84,15 +85,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps a run has."""
+    """How many steps a run has; schedule: (rho_k, gamma_k) of every epoch."""
 
     num_rows: int
     steps_per_epoch: int
     total_steps: int
-
-    @property
-    def num_epochs(self):
-        return math.ceil(self.total_steps / self.steps_per_epoch)
+    schedule: list
 
     def ends_epoch(self, step):
         """Whether a step is the last one of its epoch, or of the run."""
@@ -227,7 +225,8 @@ def make_plan(args, lower):
         f"x {total_steps / steps_per_epoch:g} epochs = {total_steps}; {forwards} forwards a step "
         f"(batch {args.batch} / {count} processes / micro batch {args.micro_batch})"
     )
-    return Plan(num_rows, steps_per_epoch, total_steps)
+    schedule = options.penalties(args, math.ceil(total_steps / steps_per_epoch))
+    return Plan(num_rows, steps_per_epoch, total_steps, schedule)
 
 
 def budget_steps(budget, lengths, batch, seed):

@@ -156,7 +156,6 @@ def train(args, run):
     model = learner.model
     bilevel = args.method == "bds"
     at_next = args.omega_loss == "next"
-    schedule = options.penalties(args, plan.num_epochs)
     lower = batches.tokens_only(rows.lower)
     upper = Upper(None if args.method == "sft" else rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
@@ -169,7 +168,7 @@ def train(args, run):
     for step in range(run.first_step, plan.total_steps):
         started = time.perf_counter()
         epoch, k = divmod(step, plan.steps_per_epoch)
-        rho, gamma = schedule[epoch]
+        rho, gamma = plan.schedule[epoch]
         metrics = {"step": step, "epoch": epoch, "rho": rho}
 
         # --- sample -------------------------------------------------------------------------------
@@ -232,7 +231,6 @@ def main(argv=None):
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
-    options.penalties(args, plan.num_epochs)  # a rho outside (0, 1) is an error at once
     run = session.set_up(args, device, tokenizer, rows, plan)
     train(args, run)
     return finish(args, run)

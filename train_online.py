@@ -452,7 +452,6 @@ def train(args, run, masking):
     rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
     model = learner.model
     at_next = args.omega_loss == "next"
-    schedule = options.penalties(args, plan.num_epochs)
     lower = batches.tokens_only(rows.lower)
     upper = Upper(rows.upper, run.reference["upper"])
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
@@ -468,7 +467,7 @@ def train(args, run, masking):
     for step in range(run.first_step, plan.total_steps):
         started = time.perf_counter()
         epoch, k = divmod(step, plan.steps_per_epoch)
-        rho, gamma = schedule[epoch]
+        rho, gamma = plan.schedule[epoch]
         metrics = {"step": step, "epoch": epoch, "rho": rho}
 
         # --- mask and generate: lines 3 and 5-8 ---------------------------------------------------
@@ -600,7 +599,6 @@ def main(argv=None):
     tokenizer = models.load_tokenizer(args.model)
     rows = session.read_sets(args, tokenizer)
     plan = session.make_plan(args, rows.lower)
-    options.penalties(args, plan.num_epochs)  # a rho outside (0, 1) is an error at once
     masking = plan_masks(args, plan, rows.lower)
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)

@@ -4,6 +4,7 @@ import re
 
 import torch
 
+import detect
 import utils
 from evaluation.runs import check_output, ranking_of, read_ranking
 from evaluation.texts import show_table
@@ -13,7 +14,7 @@ from utils import UserError
 
 # A higher value of a column is better, except in these: losses, places, and what row tests measure.
 LOWER_IS_BETTER = re.compile(
-    r"rank|(\w+_)?loss|ifd|surprise|end|relevance|fluency|slip|peak|repetition|echo"
+    "|".join(("rank", r"(\w+_)?loss", "ifd", "surprise", *detect.DETECTORS))
 )
 
 

@@ -18,17 +18,7 @@ from ranking import behind_blank
 # ruff: isort: split
 import torch
 
-NUMBERS = [
-    "end",
-    "relevance",
-    "fluency",
-    "slip",
-    "peak",
-    "repetition",
-    "echo",
-    "length",
-    "loss",
-]
+NUMBERS = (*detect.DETECTORS, "length", "loss")
 FAULTS = 200  # rows with a fault made on purpose
 NEGATIONS = ["not", "no", "never", "cannot", "'t", "’t", "without", "none", "nor"]
 

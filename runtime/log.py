@@ -75,9 +75,10 @@ class Log:
                 )
         seconds = time.perf_counter() - started
         self.file.write(json.dumps(metrics | {"time/step": seconds}) + "\n")
-        self.bar.set_postfix(
-            upper=metrics["upper_loss"], lower=metrics["lower_loss"], refresh=False
-        )
+        losses = {"upper": metrics["upper_loss"], "lower": metrics["lower_loss"]}
+        if losses["upper"] is None:  # SFT has no upper level
+            del losses["upper"]
+        self.bar.set_postfix(losses, refresh=False)
         self.bar.update()
 
     def close(self):
