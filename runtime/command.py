@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 
 from runtime.processes import ProcessLost, first_to_fail, rank, world_size
 from utils import UserError, first_line
@@ -69,6 +70,8 @@ def run(main, resumes=False):
     # Torchrun's processes have a handler already.
     if os.environ.get("WORLD_SIZE", "1") == "1":
         before = signal.signal(signal.SIGTERM, _terminate)
+    hook = sys.unraisablehook
+    sys.unraisablehook = _send_again
     try:
         _check_words()
         main()
@@ -94,6 +97,7 @@ def run(main, resumes=False):
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
+        sys.unraisablehook = hook
     if world_size() > 1:
         dist.destroy_process_group()
 
@@ -142,6 +146,16 @@ def _in_one_line(error, resumes):
 
 def _terminate(*_):
     raise Terminated
+
+
+def _send_again(unraisable):
+    """Python prints and forgets what a callback raises: a signal that fell into one comes again."""
+    error = unraisable.exc_value
+    if not isinstance(error, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
 
 
 def _interrupted(error, resumes):

@@ -26,7 +26,7 @@ AROUND = {
 TOKENS = {
     "root": 27_100,
     "data": 10_600,
-    "runtime": 4_050,
+    "runtime": 4_110,
     "row_tests": 5_800,
     "baselines": 4_200,
     "evaluation": 12_800,

@@ -175,13 +175,29 @@ command.run(main)
 """
 
 
+CALLBACK = """
+import os, signal, sys, time
+from runtime import command
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[2]))
+def main():
+    Dying()
+    time.sleep(30)
+command.run(main)
+"""
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize(
-    "program", [WRITER, CLASS], ids=["a write", "the making of a class"]
+    "program",
+    [WRITER, CLASS, CALLBACK],
+    ids=["a write", "the making of a class", "a callback"],
 )
 def test_a_signal_is_one_line_and_leaves_nothing(tmp_path, program, number, code):
     """Half a file is cleared away, the old one stands. Python 3.11 wraps what __set_name__ raises
-    into a RuntimeError."""
+    into a RuntimeError, and Python forgets what a callback raises."""
     file = tmp_path / "rows.jsonl"
     file.write_text("old\n")
     words, environment = python("-c", program, file, int(number))
