@@ -33,14 +33,16 @@ MAX_CALIBRATION = 400
 QUANTILE = 0.95
 
 
-@dataclass
+@dataclass(frozen=True)
 class Refined:
-    """What a rewritten answer is worth; the columns of curated.jsonl."""
+    """A rewritten answer and what it is worth; columns of curated.jsonl."""
 
-    refined: str
+    refined: str | None
     recommended: str
-    margin: float
-    refined_logp: float
+    margin: float | None
+
+
+UNTOUCHED = Refined(None, "original", None)  # of a row that was not answered anew
 
 
 def end_tokens(tokenizer, template, model):
@@ -169,17 +171,12 @@ def refine(run, rows, sampling, template):
     written = greedy(model, prompts, sampling, "refining")
     threshold, false_rate = calibrate(run, sampling, template, blank)
     margins, fine = compared(run, rows, written, template, blank)
-    answered = []
-    for prompt, (tokens, _) in zip(prompts, written, strict=True):
-        answered.append(answer_row(prompt, tokens))
-    losses, lengths = row_losses(model, answered)
     refined = []
     for i, (tokens, _) in enumerate(written):
         text = response_text(run.tokenizer, tokens, template)
         margin = margins[i].item()
         choice = recommend(margin, threshold, fine[i])
-        logp = -(losses[i] * lengths[i]).item()
-        refined.append(Refined(text, choice, margin, logp))
+        refined.append(Refined(text, choice, margin))
     return refined, {
         "refined/threshold": threshold,
         "refined/false_replacement": false_rate,
@@ -189,46 +186,17 @@ def refine(run, rows, sampling, template):
 # --- the file -------------------------------------------------------------------------------------
 
 
-def current_logps(model, buffer):
-    """{position: (G,) log-probs of its training answers under the model of now}."""
-    positions = sorted(buffer)
-    if not positions:
-        return {}
-    rows = []
-    for position in positions:
-        rows += buffer[position].rows
-    losses, lengths = row_losses(model, rows, label="ratios")
-    logps = (-losses.double() * lengths).view(len(positions), -1)
-    return dict(zip(positions, logps, strict=True))
-
-
-def write_curated(path, lower, ranked, buffer, current, refined):
+def write_curated(path, lower, ranked, refined):
     """Write `curated.jsonl`, best row first; its columns are those of docs/glossary.md.
 
-    ranked: columns (N,) by name, with rank; buffer {position: `Answers` of train_online.py};
-    current: see `current_logps`; refined {position: `Refined`}.
+    ranked: columns (N,) by name, with rank; refined {position: `Refined`}.
     """
 
     def line(p):
         row = lower[p]
         entry = {name: row[name] for name in (*KEY, "prompt", "response")}
         entry |= {name: values[p].item() for name, values in ranked.items()}
-        entry |= {
-            "refined": None,
-            "recommended": "original",
-            "margin": None,
-            "refined_logp": None,
-        }
-        entry |= dict.fromkeys(("generated_at", "ratio", "logps", "old_logps"))
-        if p in refined:
-            entry |= vars(refined[p])
-        if p in buffer:
-            old = buffer[p].old_logps
-            entry["generated_at"] = buffer[p].step
-            entry["logps"] = current[p].tolist()
-            entry["old_logps"] = old.tolist()
-            # exp overflows above 709, and JSON has no infinity.
-            entry["ratio"] = (current[p] - old).clamp(-700, 700).exp().tolist()
+        entry |= vars(refined.get(p, UNTOUCHED))
         entry |= {name: row[name] for name in LABELS if name in row}
         if row.get("messages"):
             entry["messages"] = conversation(row)
@@ -239,18 +207,16 @@ def write_curated(path, lower, ranked, buffer, current, refined):
         write_jsonl(path, (line(p) for p in order))
 
 
-def curated_set(run, places, buffer, ranked, sampling, template):
+def curated_set(run, places, ranked, sampling, template):
     """Answer the rows at `places` once more, greedily, and write `curated.jsonl`.
 
-    run: the `session.Session`; buffer, ranked: see `write_curated`. Returns metrics for the result.
+    run: the `session.Session`; ranked: see `write_curated`. Returns metrics for the result.
     """
-    model = run.learner.model
     lower = run.rows.lower
     bottom = [lower[place] for place in places]
     answers, metrics = refine(run, bottom, sampling, template)
     refined = dict(zip(places, answers, strict=True))
-    current = current_logps(model, buffer)
-    write_curated(run.out / "curated.jsonl", lower, ranked, buffer, current, refined)
+    write_curated(run.out / "curated.jsonl", lower, ranked, refined)
     choices = [answer.recommended for answer in answers]
     metrics["refined/answers"] = len(choices)
     for choice in ("refined", "original", "undecided"):

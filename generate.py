@@ -108,8 +108,8 @@ def generate(
                 batch_size = len(batch) // 2
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:
-                if not (static_cache and _is_of_static_cache(error)):
+            except Exception as error:  # a compiler's, or of a model without such a cache
+                if not static_cache:
                     raise
                 warnings.warn(
                     f"generation without a static cache: {type(error).__name__}: {error}",
@@ -153,16 +153,6 @@ def _one_batch(model, config, prompts, seeds, width, temperature):
         logits_processor=processors,
     )
     return output[:, width:].tolist()
-
-
-def _is_of_static_cache(error):
-    """Whether a compiler, or transformers for a model without a static cache, raised the error."""
-    from torch._dynamo.exc import TorchDynamoException
-    from torch._inductor.exc import InductorError
-
-    if isinstance(error, (ValueError, NotImplementedError)):
-        return "cache" in str(error).lower()
-    return isinstance(error, (TorchDynamoException, InductorError))
 
 
 @contextlib.contextmanager

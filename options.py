@@ -6,9 +6,9 @@ from pathlib import Path
 
 from data.templates import TEMPLATE
 from selector import penalty
-from toy import corpus
 from utils import UserError
 
+TOY = Path(__file__).parent / "toy"  # the embedded default: a model, and rows as files
 RECIPES = ".cache/recipes"  # where `python -m paper.recipes` writes the paper's data sets
 # Published values (section 5, appendix D) and nothing else; what the paper leaves out is a default.
 PAPER = {
@@ -36,7 +36,7 @@ PRESETS = {
     "llama3-8b-safety": LLAMA | SAFETY,
     # A tiny model, and hundreds of steps where the paper takes thousands.
     "toy": {
-        "model": str(corpus.MODEL),
+        "model": str(TOY / "model"),
         "lr": 1e-3,
         "omega_lr": 30.0,
         "micro_batch": 32,
@@ -236,8 +236,7 @@ def parse(parser, argv, presets=PRESETS):
     given = parser.parse_args(argv, blank)
     report_unread(args, given)
     if toy:
-        for name, path in toy_files(args).items():
-            setattr(args, name, str(path))
+        vars(args).update(toy_files(args))
     for name in ("lower", "upper", "model"):
         optional = name == "upper" and args.method == "sft"
         if getattr(args, name) is None and not optional:
@@ -253,22 +252,21 @@ def parse(parser, argv, presets=PRESETS):
 
 
 def toy_files(args):
-    """{argument: file} of the embedded toy, written into the cache; pairs above under DPO."""
+    """{argument: file} of the embedded toy's rows; under DPO the trusted ones are pairs."""
     for name in ("upper_heldout", "lower_heldout"):
         if getattr(args, name) is not None:
             raise UserError(
                 f"--{name.replace('_', '-')}: the embedded toy has its own held-out rows; name "
                 "--lower, --upper and --model, too"
             )
-    upper = "pairs" if args.upper_loss == "dpo" else "right"
-    folder = Path(args.cache_dir) / "toy" / f"{args.seed}-{upper}"
-    paths = corpus.write(folder, seed=args.seed, upper=upper)
-    return {
-        "lower": paths["lower"],
-        "upper": paths["upper"],
-        "upper_heldout": paths["heldout"],
-        "lower_heldout": paths["lower_heldout"],
+    kind = "_pairs" if args.upper_loss == "dpo" else ""
+    files = {
+        "lower": "lower",
+        "upper": f"upper{kind}",
+        "upper_heldout": f"heldout{kind}",
+        "lower_heldout": "lower_heldout",
     }
+    return {name: str(TOY / "rows" / f"{file}.jsonl") for name, file in files.items()}
 
 
 def report_unread(args, given):

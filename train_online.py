@@ -185,13 +185,11 @@ def plan_masks(args, plan, lower):
 class Answers:
     """What a lower row trains on: its original row, G generated ones, or nothing (dropped).
 
-    rows: tokenised rows; old_logps (G,): log-probs when written, None for an original; step: of
-    the refresh that wrote them.
+    rows: tokenised rows; old_logps (G,): log-probs when written, None for an original.
     """
 
     rows: list
     old_logps: torch.Tensor | None = None
-    step: int | None = None
 
     @property
     def is_generated(self):
@@ -210,7 +208,7 @@ def new_mask(masking, logits, before, seed, refresh):
     return static_mask(len(logits), masking.ratio, generator)
 
 
-def answer(model, prompts, names, step, num_answers, sampling):
+def answer(model, prompts, names, num_answers, sampling):
     """Lines 6-7: G answers to each prompt, and their log-probs under this model.
 
     names: one string a prompt, the seed of its draws together with g. sampling: options of
@@ -224,8 +222,7 @@ def answer(model, prompts, names, step, num_answers, sampling):
             seeds.append(f"{name} {g}")
 
     def write(share, seeds_of_share):
-        label = f"answers of step {step}"
-        return generate(model, share, seeds_of_share, label=label, **sampling)
+        return generate(model, share, seeds_of_share, label="answers", **sampling)
 
     written = share_list(write, repeated, seeds)  # each process writes a share of them
     rows = []
@@ -237,7 +234,7 @@ def answer(model, prompts, names, step, num_answers, sampling):
     answers = []
     for i in range(len(prompts)):
         group = rows[i * num_answers : (i + 1) * num_answers]
-        answers.append(Answers(group, old_logps[i], step))
+        answers.append(Answers(group, old_logps[i]))
     return answers, written
 
 
@@ -448,7 +445,7 @@ def sampling_options(args, run):
 
 
 def train(args, run, masking):
-    """Algorithm 1. Returns the last mask (N,), {place: `Answers`}, the number of answers."""
+    """Algorithm 1. Returns the last mask (N,) and the number of answers written."""
     rows, plan, learner, selector = run.rows, run.plan, run.learner, run.selector
     model = learner.model
     at_next = args.omega_loss == "next"
@@ -487,9 +484,7 @@ def train(args, run, masking):
                 row_ids = rows.lower.select(coming)["row_id"][:]
                 names = [f"{args.seed} {refresh} {row_id}" for row_id in row_ids]
                 prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
-                answers, written = answer(
-                    model, prompts, names, step, args.num_answers, sampling
-                )
+                answers, written = answer(model, prompts, names, args.num_answers, sampling)
                 buffer = dict(zip(coming, answers, strict=True))
                 num_written += len(written)
                 metrics |= answer_metrics(written)
@@ -539,12 +534,12 @@ def train(args, run, masking):
             state |= saved_answers(mask, buffer, num_written)
             folder.save_checkpoint(run.out, step + 1, model, state)
     log.close()
-    return mask, buffer, num_written
+    return mask, num_written
 
 
 def saved_answers(mask, buffer, num_written):
     """What a checkpoint holds of Algorithm 1; `restore` reads it."""
-    answers = {place: [a.rows, a.old_logps, a.step] for place, a in buffer.items()}
+    answers = {place: [a.rows, a.old_logps] for place, a in buffer.items()}
     return {"mask": mask, "buffer": answers, "num_written": num_written}
 
 
@@ -558,7 +553,7 @@ def restore(saved, masking, num_rows):
     return torch.zeros(num_rows, dtype=torch.bool), {}, 0
 
 
-def finish(args, run, masking, mask, buffer, num_written):
+def finish(args, run, masking, mask, num_written):
     """Every lower row ranked, the last R answered once more, the adapter. Returns the result."""
     lower = run.rows.lower
     judged = session.judge_lower(args, run)
@@ -588,7 +583,7 @@ def finish(args, run, masking, mask, buffer, num_written):
     columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
     sampling = sampling_options(args, run)
     result["answers_generated"] = num_written  # in training; the last ones are not counted
-    result |= curate.curated_set(run, places, buffer, columns, sampling, args.template)
+    result |= curate.curated_set(run, places, columns, sampling, args.template)
     return session.save_and_print(args, run, result, labels, judged.scores)
 
 

@@ -84,8 +84,7 @@ def read_arguments(parser, argv):
         parser.set_defaults(**TOY)
     args = parser.parse_args(argv)
     if is_toy:
-        for name, path in options.toy_files(args).items():
-            setattr(args, name, str(path))
+        vars(args).update(options.toy_files(args))
     for name in ("lower", "model"):
         if getattr(args, name) is None:
             raise UserError(

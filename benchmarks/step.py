@@ -160,7 +160,7 @@ class Steps:
         for place, row in zip(places, lower, strict=True):
             if place in masked:
                 old = self.old_logps[place].repeat(group)
-                answers.append(train_online.Answers([row] * group, old, 0))
+                answers.append(train_online.Answers([row] * group, old))
             else:
                 answers.append(train_online.Answers([row]))
         weights = self.selector.weights(torch.tensor(places))

@@ -129,10 +129,9 @@ def test_what_may_import_what():
 
 def test_the_toy_is_met_in_one_place():
     """A command that names no rows gets the toy's as files; no step and no script knows it."""
-    meets = {name for name, imported in IMPORTS.items() if "toy.corpus" in imported}
-    at_root = {name for name in meets if room_of(name) == "root"}
-    assert at_root == {"options"}
-    assert not {name for name in meets if room_of(name) in ("data", "runtime")}
+    near = [name for name in SOURCES if room_of(name) in ("root", "data", "runtime")]
+    assert not [name for name in near if any(m.startswith("toy") for m in IMPORTS[name])]
+    assert [name for name in near if '"toy"' in EVERY[name].read_text()] == ["options"]
 
 
 @pytest.mark.parametrize("name", ["train_offline", "train_online", "eval"])

@@ -209,7 +209,7 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters
         old = torch.full((3,), -30.0, dtype=torch.float64)
         lower = [train_online.Answers([row]) for row in lower[:8]]
         for place in range(8, 20):
-            lower.append(train_online.Answers(rows["lower"][place * 3 :][:3], old, 0))
+            lower.append(train_online.Answers(rows["lower"][place * 3 :][:3], old))
         lower.append(train_online.Answers([]))
         more = {"ratio": "sequence"}
     weights = torch.linspace(0.2, 1.8, 21, dtype=torch.float64)

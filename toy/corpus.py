@@ -19,7 +19,9 @@ that is not enough for a null: clean rows outnumber contrary ones three to one, 
 lower level alone learns the majority. `noise=0.6, contrary_share=2/3` makes both as frequent; there
 only the trusted set can tell, and with an unrelated upper level nothing can. `noise=0`: all clean.
 
-    python -m toy write --out FOLDER [--noise 0.6 --contrary 0.67]   # its rows as files
+Commands that name no rows read those of `rows/`, which are the rows of seed 0.
+
+    python -m toy write --out FOLDER [--noise 0.6 --contrary 0.67]   # others, as files
     python -m toy train --out FOLDER             # its base model; 10 to 17 minutes
 """
 

@@ -66,6 +66,14 @@ def test_the_rows_are_these_bytes(tmp_path, capsys, words, expected):
     assert content_hash(*(Path(file).read_text() for file in files)) == expected
 
 
+def test_the_embedded_rows_are_those_of_seed_0(tmp_path):
+    for upper, ending in (("right", ""), ("pairs", "_pairs")):
+        for name, path in corpus.write(tmp_path, upper=upper).items():
+            kind = ending if name in ("upper", "heldout") else ""
+            file = corpus.MODEL.with_name("rows") / f"{name}{kind}.jsonl"
+            assert file.read_text() == path.read_text()
+
+
 def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
     mine = tmp_path / "upper.jsonl"
     mine.write_text('{"prompt": "my only copy", "response": "a"}\n')
