@@ -1,6 +1,7 @@
-"""The arguments that both training scripts share, with defaults and checks of single values."""
+"""The arguments that both training scripts share, with their defaults."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -53,6 +54,25 @@ OF_BDS = (
 )
 
 
+def number(kind, high, zero=False):
+    """A type of flags: an int or a float (kind) above 0, with `zero` also 0, and at most `high`."""
+
+    def number(text):
+        value = kind(text)
+        if not 0 <= value <= high or (value == 0 and not zero):
+            least = "at least" if zero else "above"
+            raise argparse.ArgumentTypeError(f"{text}: must be {least} 0 and at most {high}")
+        return value
+
+    return number
+
+
+COUNT = number(int, 2**31 - 1)
+SEED = number(int, 2**63 - 1, zero=True)
+SHARE = number(float, 1)
+RATE = number(float, 1e30, zero=True)  # float32 ends at 3e38
+
+
 class Sources(argparse.Action):
     """One source is a string, several are a list."""
 
@@ -75,8 +95,8 @@ def add_arguments(parser):
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
     add("--adapter", help="start from this LoRA adapter, with its rank and alpha")
-    add("--lora-rank", type=int, default=16, help="published: 16")
-    add("--lora-alpha", type=int, default=16, help="published: 16")
+    add("--lora-rank", type=COUNT, default=16, help="published: 16")
+    add("--lora-alpha", type=COUNT, default=16, help="published: 16")
     add(
         "--lora-targets",
         nargs="+",
@@ -109,36 +129,41 @@ def add_arguments(parser):
         help="the paper's published values; toy: for the embedded toy",
     )
     add("--out", default="runs/latest", help="run folder")
-    add("--seed", type=int, default=0, help="of every random draw")
+    add("--seed", type=SEED, default=0, help="of every random draw")
     add(
         "--keep-fraction",
-        type=float,
+        type=SHARE,
         default=0.8,
         help="share of the lower rows marked kept",
     )
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--save-every", type=COUNT, default=200, help="steps between checkpoints")
     add("--resume", action="store_true", help="continue the run in --out, bit for bit")
 
 
 def add_step_arguments(parser):
     """What the steps of theta and omega are."""
     add = parser.add_argument_group("theta").add_argument
-    add("--lr", type=float, default=2e-4, help="beta, step size of theta; published: 5e-6")
-    add("--warmup", type=int, default=0, help="steps over which --lr grows from zero")
+    add("--lr", type=RATE, default=2e-4, help="beta, step size of theta; published: 5e-6")
+    add(
+        "--warmup",
+        type=number(int, 2**31 - 1, zero=True),
+        default=0,
+        help="steps over which --lr grows from zero",
+    )
     add(
         "--clip",
-        type=float,
+        type=number(float, math.inf),
         default=1.0,
         help="largest gradient norm of theta; inf: no clipping",
     )
-    add("--batch", type=int, default=32, help="rows of each level a step; published: 32")
+    add("--batch", type=COUNT, default=32, help="rows of each level a step; published: 32")
     add(
         "--micro-batch",
-        type=int,
+        type=COUNT,
         default=8,
         help="rows of each level a forward; published: 8",
     )
-    add("--epochs", type=int, default=3, help="passes over the lower rows; published: 3")
+    add("--epochs", type=COUNT, default=3, help="passes over the lower rows; published: 3")
     add = parser.add_argument_group("omega").add_argument
     add(
         "--rho-start",
@@ -149,7 +174,7 @@ def add_step_arguments(parser):
     add("--rho-step", type=float, default=0.1, help="rho's growth an epoch; published: 0.1")
     add(
         "--omega-lr",
-        type=float,
+        type=RATE,
         default=10.0,
         help="alpha, step size of omega; published: 1e-4 with adam",
     )
@@ -167,7 +192,7 @@ def add_step_arguments(parser):
     )
     add(
         "--correction",
-        type=float,
+        type=number(float, 1, zero=True),
         default=0.0,
         help="beyond the paper: A in C = L(theta) - A L(theta_hat), from 0 to 1",
     )
@@ -191,7 +216,7 @@ def add_data_arguments(group):
             f"--{level}-columns",
             help="names of unknown columns: prompt=question,response=answer",
         )
-        add(f"--{level}-limit", type=int, help="random rows of each source, seeded")
+        add(f"--{level}-limit", type=COUNT, help="random rows of each source, seeded")
     add(
         "--template",
         help=f"plain template (without it: the chat template, else {TEMPLATE!r})",
@@ -204,7 +229,7 @@ def add_data_arguments(group):
     )
     add(
         "--max-length",
-        type=int,
+        type=COUNT,
         default=2048,
         help="tokens a row: longer answers are cut, longer prompts set aside; published: 2048",
     )
@@ -218,7 +243,7 @@ def add_data_arguments(group):
 
 
 def parse(parser, argv, presets=PRESETS):
-    """Arguments with the preset's values below the command line's; checks of single values.
+    """Arguments, with the preset's values below those of the command line.
 
     Where no rows and no model are named, they are those of the embedded toy, as files.
     """
@@ -230,7 +255,10 @@ def parse(parser, argv, presets=PRESETS):
     if toy or first.preset:
         parser.set_defaults(**presets[first.preset or "toy"])
     args = parser.parse_args(argv)
-    check_values(args)
+    if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise UserError("--fsdp: start several processes with torchrun --nproc-per-node N")
+    if args.fsdp and args.four_bit:
+        raise UserError("--fsdp and --four-bit: one of them")
     # Parsed onto None for every flag: what is not None then was given.
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))
     given = parser.parse_args(argv, blank)
@@ -289,41 +317,6 @@ def report_unread(args, given):
     ]
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")
-
-
-def check_values(args):
-    """`UserError` for a value that no run can have, whatever the data."""
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
-    counts = ("batch", "micro_batch", "epochs", "save_every", "lora_rank", "lora_alpha")
-    at_least_one(args, *counts, "max_length")
-    for name in ("lr", "omega_lr"):
-        if not 0 <= getattr(args, name) <= 1e30:  # float32 ends at 3e38
-            raise UserError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: must be a number from 0 to 1e30"
-            )
-    if args.warmup < 0:
-        raise UserError(f"--warmup {args.warmup}: a number of steps, 0 or more")
-    if not args.clip > 0:
-        raise UserError(f"--clip {args.clip}: must be above 0; inf is no clipping")
-    if not 0 <= args.correction <= 1:
-        raise UserError(f"--correction {args.correction}: must lie in [0, 1]")
-    if not 0 < args.keep_fraction <= 1:
-        raise UserError(f"--keep-fraction {args.keep_fraction}: must lie in (0, 1]")
-    if args.fsdp and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        raise UserError("--fsdp: start several processes with torchrun --nproc-per-node N")
-    if args.fsdp and args.four_bit:
-        raise UserError("--fsdp and --four-bit: one of them")
-
-
-def at_least_one(args, *names):
-    """`UserError` unless each of these arguments is None or 1 or more (and below 2^31)."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not 1 <= value < 2**31:
-            raise UserError(
-                f"--{name.replace('_', '-')} {value}: must be 1 or more and below {2**31}"
-            )
 
 
 def penalties(args, epochs):

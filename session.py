@@ -1,6 +1,6 @@
 """What both training scripts set up and finish alike; the loop is in the scripts.
 
-Each record is made in one place: the rows of a run, its plan, the model with what trains it. Only
+Each record is made in one place: the plan of a run, the model with what trains it. Only
 `Judged` is completed by the scripts. The method is in the scripts; nothing here takes a gradient.
 """
 
@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import batches
@@ -59,28 +59,6 @@ SHOWN = 60
 
 
 # --- the records of a run -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Data sets of tokenised rows: what trains, and what is never trained on.
-
-    lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
-    SFT without trusted rows, and so are held-out sets that no source names. reports: {level: what
-    reading it says, see `data.tokens.load_rows`}.
-    """
-
-    lower: object
-    all_lower: object
-    upper: object
-    upper_heldout: object
-    lower_heldout: object
-    reports: dict
-
-    def by_name(self):
-        """{name: rows} of the sets that there are."""
-        present = {name: getattr(self, name) for name in sets.LEVELS}
-        return {name: rows for name, rows in present.items() if rows is not None}
 
 
 @dataclass(frozen=True)
@@ -142,7 +120,7 @@ class Session:
     """
 
     tokenizer: object
-    rows: Rows
+    rows: sets.Rows
     plan: Plan
     learner: Learner
     selector: Selector
@@ -184,25 +162,17 @@ def set_up(args, device, tokenizer, rows, plan):
 def read_sets(args, tokenizer):
     """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
     config = models.load_config(args.model)
-    levels = sets.load_levels(args, tokenizer, models.context_length(config))
-    lower = levels.lower
+    rows = sets.load_levels(args, tokenizer, models.context_length(config))
     if getattr(args, "keep", None):
-        kept = ranking.kept_by(lower, args.keep)
-        lower = lower.select([place for place, verdict in enumerate(kept) if verdict])
-    rows = Rows(
-        lower,
-        levels.lower,
-        levels.upper,
-        levels.upper_heldout,
-        levels.lower_heldout,
-        levels.reports,
-    )
+        kept = ranking.kept_by(rows.lower, args.keep)
+        places = [place for place, verdict in enumerate(kept) if verdict]
+        rows = replace(rows, lower=rows.lower.select(places))
     sets.check_vocabulary(rows.by_name(), config)
     for name, level in rows.by_name().items():
         tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(rows.reports.get(name, {}))
         print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
-    print("trained tokens in brackets: " + show_example(lower[0], tokenizer))
+    print("trained tokens in brackets: " + show_example(rows.lower[0], tokenizer))
     return rows
 
 

@@ -30,7 +30,6 @@ Deviations from the text of the paper, each with its reason:
     (Danskin). A = 0 is the paper's penalty. theta's own gradient is the same for every A.
 """
 
-import argparse
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +42,7 @@ import session
 from batches import row_losses
 from logprobs import pack, sequence_logprobs
 from runtime import folder
+from runtime.command import Parser
 from runtime.command import run as run_command
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes
@@ -54,7 +54,7 @@ import torch
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Offline bilevel data selection. Beside a default stands the published value.",
         formatter_class=options.Help,
     )
@@ -67,14 +67,14 @@ def parse_args(argv=None):
     )
     add(
         "--rho",
-        type=float,
+        type=options.SHARE,
         help="weight of the lower level under --method mix (without it: 0.5)",
     )
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
     add("--weights", help="mix and sft: a ranking file whose weights the lower rows have")
     add(
         "--token-budget",
-        type=int,
+        type=options.COUNT,
         help="mix and sft: in place of --epochs, the step at which so many lower-level tokens are "
         "read is the last",
     )
@@ -86,15 +86,12 @@ def parse_args(argv=None):
         )
     if args.rho is None and args.method == "mix":
         args.rho = 0.5
-    if args.rho is not None and not 0 < args.rho <= 1:
-        raise UserError(f"--rho {args.rho}: direct mixing needs a rho in (0, 1]")
     if args.weights is not None and args.method == "bds":
         raise UserError("--weights: for --method mix and sft; bds learns the weights")
     if args.token_budget is not None and args.method == "bds":
         raise UserError(
             "--token-budget: for --method mix and sft; rho's schedule counts epochs"
         )
-    options.at_least_one(args, "token_budget")
     return args
 
 

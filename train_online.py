@@ -33,8 +33,6 @@ Rows that are not masked train as in train_offline.py. Deviations 1-7 stand ther
 16. Beyond the paper: `--mask FILE` masks the rows that a ranking does not keep.
 """
 
-import argparse
-import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +47,7 @@ import session
 from generate import generate
 from logprobs import pack, sequence_logprobs
 from runtime import folder
+from runtime.command import Parser
 from runtime.command import run as run_command
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes, share_list
@@ -67,7 +66,7 @@ PRESETS = options.PRESETS | {
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Online self-refining generation. Beside a default stands the published value.",
         formatter_class=options.Help,
     )
@@ -80,23 +79,28 @@ def parse_args(argv=None):
     )
     add(
         "--ratio-masked",
-        type=float,
+        type=options.SHARE,
         default=0.1,
         help="R, share of masked rows; published: 0.05, 0.1, 0.2",
     )
     add(
         "--num-answers",
-        type=int,
+        type=options.COUNT,
         default=1,
         help="G, answers to a masked question; published: 1, 5",
     )
     add(
         "--k-gen",
-        type=int,
+        type=options.COUNT,
         default=500,
         help="K_gen, steps between refreshes; published: 500",
     )
-    add("--first-refresh", type=int, default=0, help="step of the first refresh")
+    add(
+        "--first-refresh",
+        type=options.number(int, 2**31 - 1, zero=True),
+        default=0,
+        help="step of the first refresh",
+    )
     add(
         "--refine",
         choices=("generate", "drop"),
@@ -109,11 +113,16 @@ def parse_args(argv=None):
         default="sequence",
         help="weight of an answer: r, or G lambda",
     )
-    add("--temperature", type=float, default=0.8, help="published: 0.8")
-    add("--max-new-tokens", type=int, default=512, help="published: 512")
+    add(
+        "--temperature",
+        type=options.number(float, 1e30),
+        default=0.8,
+        help="published: 0.8",
+    )
+    add("--max-new-tokens", type=options.COUNT, default=512, help="published: 512")
     add(
         "--generation-batch",
-        type=int,
+        type=options.COUNT,
         default=64,
         help="answers at a time; in bf16 another number writes others; published: 64, "
         "safety: 16",
@@ -121,13 +130,6 @@ def parse_args(argv=None):
     options.add_arguments(parser)
     parser.set_defaults(method="online")
     args = options.parse(parser, argv, PRESETS)
-    if not 0 < args.ratio_masked <= 1:
-        raise UserError(f"--ratio-masked {args.ratio_masked}: R must lie in (0, 1]")
-    options.at_least_one(args, "num_answers", "k_gen", "max_new_tokens", "generation_batch")
-    if args.first_refresh < 0:
-        raise UserError(f"--first-refresh {args.first_refresh}: a step, 0 or more")
-    if not 0 < args.temperature < math.inf:
-        raise UserError(f"--temperature {args.temperature}: must be a number above 0")
     if args.turns != "last":
         raise UserError(
             "--turns all: an online run rewrites one answer a row; use --turns last"

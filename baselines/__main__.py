@@ -1,7 +1,5 @@
 """Rank rows by one of the methods; see the package's docstring."""
 
-import argparse
-
 from baselines import shared
 
 # ruff: isort: split
@@ -15,7 +13,6 @@ from utils import UserError
 
 METHODS = ["random", "dsir", "less", "rds", "loss", "length", "ifd"]
 NEEDS_UPPER = ("dsir", "less", "rds")
-SIZES_OF_LESS = ["epochs", "batch", "micro_batch", "lora_rank", "lora_alpha"]
 
 
 def add_settings(parser):
@@ -23,21 +20,26 @@ def add_settings(parser):
     add = parser.add_argument_group("less").add_argument
     add(
         "--warmup-fraction",
-        type=shared.share,
+        type=options.SHARE,
         default=0.05,
         help="of the lower rows (0.05)",
     )
-    add("--epochs", type=int, default=4, help="of the warm-up, a checkpoint each (4)")
+    add(
+        "--epochs",
+        type=options.COUNT,
+        default=4,
+        help="of the warm-up, a checkpoint each (4)",
+    )
     add(
         "--lr",
         type=float,
         default=2e-5,
         help="of the warm-up, linear, 3 %% rising (2e-5)",
     )
-    add("--batch", type=int, default=32, help="rows a warm-up step (32)")
+    add("--batch", type=options.COUNT, default=32, help="rows a warm-up step (32)")
     add(
         "--micro-batch",
-        type=int,
+        type=options.COUNT,
         default=8,
         help="rows whose gradients are in memory together",
     )
@@ -46,12 +48,12 @@ def add_settings(parser):
         action="store_true",
         help="less memory, a third more time",
     )
-    add("--lora-rank", type=int, default=128, help="(128)")
-    add("--lora-alpha", type=int, default=512, help="(512)")
+    add("--lora-rank", type=options.COUNT, default=128, help="(128)")
+    add("--lora-alpha", type=options.COUNT, default=512, help="(512)")
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m baselines",
         description="Rank rows without bilevel training. Published values in brackets.",
     )
@@ -61,7 +63,6 @@ def parse_args(argv=None):
     args = shared.read_arguments(parser, argv)
     if args.upper is None and args.method in NEEDS_UPPER:
         raise UserError(f"--upper is missing; {args.method} needs trusted rows")
-    options.at_least_one(args, *SIZES_OF_LESS)
     shared.check_out(args)
     return args
 

@@ -4,7 +4,6 @@
 that training would hold out are held out: the same flags, model and seed make the same rows.
 """
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +42,6 @@ class Ranked:
     keep_fraction: float
 
 
-def share(text):
-    """A flag's value in (0, 1]."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} does not lie in (0, 1]")
-    return value
-
-
 def add_row_arguments(parser):
     """Which rows are read, and how."""
     options.add_data_arguments(
@@ -58,7 +49,7 @@ def add_row_arguments(parser):
     )
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
-    add("--seed", type=int, default=0)
+    add("--seed", type=options.SEED, default=0)
 
 
 def add_ranking_arguments(parser, out, keep_fraction=None):
@@ -70,7 +61,7 @@ def add_ranking_arguments(parser, out, keep_fraction=None):
     add("--out", default=out, help=f"the ranking, one line a row ({out})")
     add(
         "--keep-fraction",
-        type=share,
+        type=options.SHARE,
         default=keep_fraction,
         help="share of the rows to keep",
     )
@@ -91,9 +82,6 @@ def read_arguments(parser, argv):
                 f"--{name} is missing; give --lower and --model, or neither of them "
                 "for the embedded toy"
             )
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must lie between 0 and 2**63 - 1")
-    options.at_least_one(args, "max_length")
     return args
 
 

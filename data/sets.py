@@ -6,7 +6,6 @@ Tokenised rows (data/tokens.py): lower (noisy), upper (trusted), and held-out on
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pyarrow.compute
 import torch
@@ -18,14 +17,34 @@ from utils import UserError, content_hash, write_jsonl
 LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Data sets of tokenised rows: what trains, and what is never trained on.
+
+    lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
+    SFT without trusted rows, and so are held-out sets that no source names. reports: {level: what
+    reading it says, see `data.tokens.load_rows`}.
+    """
+
+    lower: object
+    upper: object
+    upper_heldout: object
+    lower_heldout: object
+    all_lower: object
+    reports: dict
+
+    def by_name(self):
+        """{name: rows} of the sets that there are."""
+        present = {name: getattr(self, name) for name in LEVELS}
+        return {name: rows for name, rows in present.items() if rows is not None}
+
+
 def load_levels(args, tokenizer, context_length):
-    """Lower, upper and held-out rows; a prompt that is held out is on no training level.
+    """`Rows` of a run; a prompt that is held out is on no training level.
 
     args: those of options.add_data_arguments, and `seed`; each level is one source or a list of
-    them. Returns a namespace: lower, upper (None for sft without one), upper_heldout, lower_heldout
-    (None without a source): data sets of tokenised rows; reports: {name: report of
-    tokens.load_rows}. No row is longer than the model's context. Without a source of held-out
-    upper rows, a tenth of the upper rows is held out, at most 500.
+    them. No row is longer than the model's context. Without a source of held-out upper rows, a
+    tenth of the upper rows is held out, at most 500.
     """
     if args.upper_loss == "dpo" and args.upper is None:
         raise UserError("--upper-loss dpo: needs preference pairs as --upper")
@@ -68,7 +87,7 @@ def load_levels(args, tokenizer, context_length):
     if levels["upper"] is not None:
         shared = prompt_overlap(levels["lower"], levels["upper"])
         print(f"prompts of lower rows that upper rows have too: {len(shared)}")
-    return SimpleNamespace(**levels, reports=reports)
+    return Rows(**levels, all_lower=levels["lower"], reports=reports)
 
 
 def warn_of_cut_answers(name, report, max_length):
@@ -220,22 +239,10 @@ def first_places(prompts):
 
 
 def prompt_overlap(a, b):
-    """The places in `a` of rows whose prompt, up to whitespace, also occurs in `b`.
-
-    In Arrow's own memory: ten million rows as Python objects would take a gigabyte and minutes.
-    """
-    chunks = []
-    for table in _tables(b, ["prompt_hash"]):
-        chunks += table["prompt_hash"].chunks
-    prompts = pyarrow.chunked_array(chunks, pyarrow.string())
-    places = []
-    start = 0
-    for table in _tables(a, ["prompt_hash"]):
-        same = pyarrow.compute.is_in(table["prompt_hash"], value_set=prompts)
-        shared = pyarrow.compute.indices_nonzero(same).to_pylist()
-        places += [start + place for place in shared]
-        start += len(table)
-    return places
+    """The places in `a` of rows whose prompt, up to whitespace, also occurs in `b`."""
+    prompts = {prompt for (prompt,) in each_row(b, "prompt_hash")}
+    hashes = enumerate(each_row(a, "prompt_hash"))
+    return [place for place, (prompt,) in hashes if prompt in prompts]
 
 
 def _tables(rows, columns):

@@ -123,8 +123,6 @@ def load_rows(
     name = name or ", ".join(sources)
     if len(set(sources)) < len(sources):
         raise UserError(f"{name}: one source is named twice")
-    if limit is not None and limit < 1:
-        raise UserError(f"{name}: limit {limit}: it must be 1 or more")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "

@@ -1,6 +1,5 @@
 """`python -m row_tests`: rank a file by its row tests; `python -m row_tests audit`: judge them."""
 
-import argparse
 import math
 import sys
 
@@ -20,7 +19,7 @@ import torch
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m row_tests",
         description="Which rows look bad, and why; `audit` as the first word: judge them by hand.",
     )

@@ -1,5 +1,6 @@
 """The end of a command: bad input and a failing disk become one line and an exit code."""
 
+import argparse
 import contextlib
 import errno
 import os
@@ -31,6 +32,13 @@ LIBRARIES = {
     "tokenizers",
     "zlib",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's own, but what it refuses is one line, without pages of usage."""
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
 
 
 class Terminated(KeyboardInterrupt):

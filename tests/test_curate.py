@@ -117,7 +117,6 @@ def test_what_is_never_recommended(monkeypatch):
     written = [([*tokenizer(text)["input_ids"], 0], True) for text in texts]
     written.append((written[0][0], False))
     results = {"greedy": written, "calibrate": (0.5, 0.25)}
-    results["row_losses"] = (torch.tensor([2.0] * 5), torch.tensor([3] * 5))
     for name, result in results.items():
         monkeypatch.setattr(curate, name, lambda *_, result=result, **more: result)
     margins = iter([torch.full((5,), 9.0), torch.zeros(5)])
@@ -128,7 +127,7 @@ def test_what_is_never_recommended(monkeypatch):
     run.rows = SimpleNamespace(lower=rows, upper_heldout=None)
     refined, metrics = curate.refine(run, rows, SAMPLING, None)
     assert [answer.recommended for answer in refined] == ["refined"] + ["original"] * 4
-    assert refined[0] == curate.Refined("apple", "refined", 9.0, -6.0)
+    assert refined[0] == curate.Refined("apple", "refined", 9.0)
     assert metrics == {"refined/threshold": 0.5, "refined/false_replacement": 0.25}
 
 
