@@ -325,23 +325,14 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _lora_forward(layer, x, *args, **kwargs):
-    """A PEFT LoRA layer's forward by `_LoraLinear`; PEFT's own where that would not be the same."""
+    """The forward of a plain LoRA layer by `_LoraLinear`, with its adapter off by PEFT."""
     names = layer.active_adapters
-    base = layer.base_layer
-    off = layer.disable_adapters or layer.merged
-    if args or kwargs or off or len(names) != 1 or base.weight.requires_grad:
+    if layer.disable_adapters or layer.merged or len(names) != 1:
         return type(layer).forward(layer, x, *args, **kwargs)
-    name = names[0]
-    if (
-        name not in layer.lora_A
-        or name in layer.lora_variant
-        or layer.lora_B[name].bias is not None
-        or getattr(layer.lora_dropout[name], "p", 0.0)
-    ):
-        return type(layer).forward(layer, x)
-    a = layer.lora_A[name].weight
-    b = layer.lora_B[name].weight
-    return _LoraLinear.apply(x, base.weight, base.bias, a, b, layer.scaling[name])
+    base = layer.base_layer
+    a = layer.lora_A[names[0]].weight
+    b = layer.lora_B[names[0]].weight
+    return _LoraLinear.apply(x, base.weight, base.bias, a, b, layer.scaling[names[0]])
 
 
 def _autocast_forward(layer, dtype, x, *args, **kwargs):

@@ -61,7 +61,9 @@ def number(kind, high, zero=False):
         value = kind(text)
         if not 0 <= value <= high or (value == 0 and not zero):
             least = "at least" if zero else "above"
-            raise argparse.ArgumentTypeError(f"{text}: must be {least} 0 and at most {high}")
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be {least} 0 and at most {high}"
+            )
         return value
 
     return number

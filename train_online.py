@@ -569,14 +569,10 @@ def finish(args, run, masking, mask, num_written):
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
     ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
-    labels = ranking.label_metrics(lower, judged.scores)
-    # Once more over unmasked rows, whose scores are omega and nothing else.
-    if not mask.all():
-        places = (~mask).nonzero().flatten()
-        unmasked = {}
-        for name, values in judged.scores.items():
-            unmasked[f"{name}_unmasked"] = values[places]
-        labels |= ranking.label_metrics(lower.select(places.tolist()), unmasked)
+    # Known labels are of originals, and what omega says of a masked row is of its new answers.
+    places = (~mask).nonzero().flatten()
+    scores = {name: values[places] for name, values in judged.scores.items()}
+    labels = ranking.label_metrics(lower.select(places.tolist()), scores)
     if masking.given is not None:
         to_answer = masking.given
     else:
@@ -586,7 +582,7 @@ def finish(args, run, masking, mask, num_written):
     sampling = sampling_options(args, run)
     result["answers_generated"] = num_written  # in training; the last ones are not counted
     result |= curate.curated_set(run, places, columns, sampling, args.template)
-    return session.save_and_print(args, run, result, labels, judged.scores)
+    return session.save_and_print(args, run, result, labels, scores)
 
 
 def main(argv=None):
