@@ -32,8 +32,6 @@ Deviations from the text of the paper:
     about 1/N and vanishes next to the validation term. The authors' code does the same.
  2. omega starts at zero, unless the caller sets it by `logits.copy_()`. The softmax ignores a
     common shift, so any constant start is the same.
- 3. `center=True` subtracts a running mean of *past* losses from C. Since sum_i grad sigma_i = 0 the
-    expected step is unchanged; its variance falls by the squared mean of the losses. Default: off.
 """
 
 import math
@@ -63,13 +61,11 @@ class Selector:
     num_rows   N, rows of the lower level
     lr         alpha, step size of omega (published: 1e-4 with Adam)
     optimizer  "adam" or "sgd" (plain gradient steps; rates of order 1 to 10)
-    center     subtract a running mean of past losses from C (deviation 3)
     dtype      float64 stays float64; anything else is held and computed in float32
 
     `logits` is omega, shape (N,). All arithmetic is on `device`; nothing is random.
     """
 
-    CENTER_DECAY = 0.9  # of the running mean; about the last ten batches
     BLOCK = 2**17  # rows summed at a time
 
     def __init__(
@@ -77,7 +73,6 @@ class Selector:
         num_rows,
         lr,
         optimizer="adam",
-        center=False,
         dtype=torch.float32,
         device="cpu",
     ):
@@ -86,8 +81,6 @@ class Selector:
         # C of each row when last seen.
         self.last_losses = torch.full_like(self.logits, math.nan)
         self._buffer = torch.empty_like(self.logits)
-        self.center = center
-        self.baseline = None
         kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
         self.optimizer = kinds[optimizer]([self.logits], lr=lr, fused=True)
 
@@ -133,10 +126,7 @@ class Selector:
         if rows.shape != losses.shape:
             raise ValueError(f"{tuple(rows.shape)} rows and {tuple(losses.shape)} losses")
         exp, mean = self._exp()
-        # The first batch has no past: its own mean stands in, once.
-        past = losses.mean() if self.baseline is None else self.baseline
-        cost = losses - past if self.center else losses
-        weighted = cost * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
+        weighted = losses * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
         total = weighted.sum()
         if not math.isfinite(total):
             raise FloatingPointError(
@@ -145,18 +135,15 @@ class Selector:
         gradient = exp.mul_(-total / (mean * len(exp)))  # the dense part
         gradient.index_add_(0, rows, weighted)  # the sparse part
         self.last_losses[rows] = losses
-        if self.center:
-            self.baseline = past + (1.0 - self.CENTER_DECAY) * (losses.mean() - past)
         self.logits.grad = gradient
         self.optimizer.step()
         self.logits.grad = None
 
     def state_dict(self):
-        """Everything a resumed run needs: omega, its optimiser, the losses seen, the baseline."""
+        """Everything a resumed run needs: omega, its optimiser and the losses seen."""
         return {
             "logits": self.logits,
             "last_losses": self.last_losses,
-            "baseline": self.baseline,
             "optimizer": self.optimizer.state_dict(),
         }
 
@@ -165,7 +152,6 @@ class Selector:
         """Restore `state_dict()` of a selector with the same number of rows and optimizer."""
         self.logits.copy_(state["logits"])
         self.last_losses.copy_(state["last_losses"])
-        self.baseline = state["baseline"]
         self.optimizer.load_state_dict(state["optimizer"])
 
     def diagnostics(self):

@@ -38,9 +38,9 @@ def draws(seed, duplicates=False):
     return torch.randperm(N, generator=seeded(seed))[:B], losses
 
 
-def start(seed, optimizer="sgd", lr=0.7, center=False):
+def start(seed, optimizer="sgd", lr=0.7):
     """A float64 selector somewhere away from uniform."""
-    selector = Selector(N, lr, optimizer, center, dtype=F64)
+    selector = Selector(N, lr, optimizer, dtype=F64)
     logits = torch.randn(N, generator=seeded(seed), dtype=F64)
     selector.logits.copy_(logits)
     return selector
@@ -103,12 +103,11 @@ def test_eq_omega_gradient_is_the_written_formula():
     assert_near(selector.logits, expected)
 
 
-def mean_step(losses, center=False, baseline=None):
+def mean_step(losses):
     """The mean over all rows of steps on a single row."""
     total = torch.zeros(N, dtype=F64)
     for i in range(N):
-        selector = start(3, lr=1.0, center=center)
-        selector.baseline = baseline
+        selector = start(3, lr=1.0)
         before = selector.logits.clone()
         selector.step(torch.tensor([i]), losses[i : i + 1], 1.0)
         assert (selector.logits - before).abs().max() > 1e-3  # each single step does move
@@ -117,32 +116,12 @@ def mean_step(losses, center=False, baseline=None):
 
 
 def test_eq_jacobian_rows_sum_to_zero():
-    """sum_i grad sigma_i = 0: a constant loss on every row moves nothing, so centring is unbiased.
+    """sum_i grad sigma_i = 0: a constant loss on every row moves nothing.
 
     The expectation over a uniform row i is the mean over all of them, taken here by enumeration.
     """
     constant = torch.full((N,), 2.5, dtype=F64)
     assert mean_step(constant).abs().max() < 1e-13
-    losses = torch.linspace(0.5, 4, N, dtype=F64)
-    past = torch.tensor(2.1, dtype=F64)
-    assert_near(mean_step(losses, True, past), mean_step(losses))
-
-
-def test_eq_center_subtracts_a_mean_of_past_losses():
-    """Deviation 3: C - b with b known before the batch; b then takes a tenth of the way."""
-    selector = start(4, center=True)
-    rows = torch.tensor([0, 4, 5, 9])
-    baseline = None
-    for seed in range(4):
-        losses = torch.rand(4, generator=seeded(seed), dtype=F64)
-        if baseline is None:
-            baseline = losses.mean()
-        gradient = autograd_gradient(selector.logits, rows, losses - baseline, 0.5)
-        expected = selector.logits - 0.7 * gradient
-        selector.step(rows, losses, 0.5)
-        assert_near(selector.logits, expected)
-        baseline = 0.9 * baseline + 0.1 * losses.mean()
-        assert_near(selector.last_losses[rows], losses)  # the log keeps the true loss
 
 
 def test_high_loss_loses_weight_and_unseen_rows_move_together():
@@ -226,7 +205,7 @@ NAN, INF = math.nan, math.inf
 )
 def test_what_cannot_be_a_step_changes_nothing(rows, losses, gamma):
     """Rows that are none, another number of losses, and what is not finite: an error each."""
-    selector = start(11, center=True)
+    selector = start(11)
     before = selector.logits.clone()
     losses = torch.tensor(losses, dtype=F64)
     errors = (ValueError, IndexError, RuntimeError, ArithmeticError)
@@ -234,7 +213,6 @@ def test_what_cannot_be_a_step_changes_nothing(rows, losses, gamma):
         selector.step(torch.tensor(rows, dtype=torch.long), losses, gamma)
     assert torch.equal(selector.logits, before)
     assert selector.last_losses.isnan().all()
-    assert selector.baseline is None
 
 
 # --- penalty --------------------------------------------------------------------------------------
@@ -325,21 +303,20 @@ def test_masked_share_outside_the_interval_is_refused(ratio):
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_state_round_trip_continues_bit_for_bit(optimizer):
-    """Through a file, as a checkpoint does it: optimiser moments, baseline and losses included."""
-    whole = start(12, optimizer, lr=0.1, center=True)
+    """Through a file, as a checkpoint does it: optimiser moments and losses included."""
+    whole = start(12, optimizer, lr=0.1)
     for seed in range(3):
         whole.step(*draws(seed), 0.4)
     file = io.BytesIO()
     torch.save(whole.state_dict(), file)
     file.seek(0)
-    resumed = Selector(N, 0.1, optimizer, center=True, dtype=F64)
+    resumed = Selector(N, 0.1, optimizer, dtype=F64)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     for seed in range(3, 6):
         whole.step(*draws(seed), 0.4)
         resumed.step(*draws(seed), 0.4)
     assert torch.equal(resumed.logits, whole.logits)
     assert torch.equal(resumed.last_losses.nan_to_num(-1), whole.last_losses.nan_to_num(-1))
-    assert torch.equal(resumed.baseline, whole.baseline)
     assert resumed.diagnostics() == whole.diagnostics()
 
 
