@@ -75,13 +75,6 @@ SHARE = number(float, 1)
 RATE = number(float, 1e30, zero=True)  # float32 ends at 3e38
 
 
-class Sources(argparse.Action):
-    """One source is a string, several are a list."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
-
-
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Every flag with its default where it has one; a published value stands in its text."""
 
@@ -212,7 +205,7 @@ def add_data_arguments(group):
         "lower-heldout": "clean rows of the lower level's kind, never trained on",
     }
     for name, text in helps.items():
-        add(f"--{name}", nargs="+", action=Sources, help=text)
+        add(f"--{name}", nargs="+", help=text)
     for level in ("lower", "upper"):
         add(
             f"--{level}-columns",
@@ -296,7 +289,7 @@ def toy_files(args):
         "upper_heldout": f"heldout{kind}",
         "lower_heldout": "lower_heldout",
     }
-    return {name: str(TOY / "rows" / f"{file}.jsonl") for name, file in files.items()}
+    return {name: [str(TOY / "rows" / f"{file}.jsonl")] for name, file in files.items()}
 
 
 def report_unread(args, given):

@@ -562,7 +562,7 @@ def test_without_rows_and_a_model_it_is_the_toy(here):
     """With its preset, which can be had for rows of one's own; some of the three are refused."""
     bare = arguments(train_offline)
     assert bare | {"preset": "toy"} == arguments(train_offline, preset="toy")
-    assert len(read_rows(bare["lower"])) == 2400
+    assert len(read_rows(*bare["lower"])) == 2400
     named = {"lower": "a", "upper": "b", "model": "m"}
     rows = arguments(train_offline, preset="toy", lr=0.5, **named)
     changed = {name for name in rows if rows[name] != bare[name]}

@@ -499,7 +499,7 @@ def test_a_cut_answer_trains_without_an_end(online, files, states):
     complete = 0
     for step, state in zip(run.metrics, states, strict=True):
         written = []
-        for rows, _, _ in state["buffer"].values():
+        for rows, _ in state["buffer"].values():
             written += [batches.response_of(row) for row in rows]
             assert len({tuple(batches.prompt_of(row)) for row in rows}) == 1
         ends = [tokens[-1] == 0 for tokens in written]
@@ -537,7 +537,7 @@ def test_answers_are_seeded_by_seed_refresh_row_and_number(online, files, states
         )
     for state in states:
         answers = {}
-        for place, (rows, _, _) in state["buffer"].items():
+        for place, (rows, _) in state["buffer"].items():
             answers[place] = [tuple(row["input_ids"]) for row in rows]
         texts.append(answers)
     assert texts[:2] == texts[2:4]
@@ -558,7 +558,7 @@ def test_templates(online, files, tmp_path, states, chat, front):
     method = {"batch": 6, "epochs": 1, "num_answers": 2, "ratio_masked": 0.5}
     run = online(files(upper=6), model, max_new_tokens=40, save_every=1, **method)
     tokenizer = make_tokenizer()
-    for rows, _, _ in states[0]["buffer"].values():
+    for rows, _ in states[0]["buffer"].values():
         for row in rows:
             assert tokenizer.decode(batches.prompt_of(row)).endswith(front)
     refined = [entry["refined"] for entry in run.curated if entry["refined"] is not None]
