@@ -72,7 +72,7 @@ def coming_rows(num_rows, batch, seed, step, last):
 
 
 def tokens_only(rows):
-    """The columns that `pack` reads: what is not selected is not copied out of the Arrow file."""
+    """The token columns of a data set, a list as it is: what is not selected is not copied."""
     if isinstance(rows, list):
         return rows
     return rows.select_columns(
@@ -134,7 +134,8 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
     """This process's forwards of a step: (upper places, lower places, sequences to pack) each.
 
     upper_rows, lower_rows: for every row of the step its sequences (a pair has two, a question G).
-    Row i is the share of process i mod W. A forward takes at most `micro_batch` rows of each level.
+    Row i is the share of process i mod world_size(). A forward takes at most `micro_batch` rows of
+    each level, and a row all its sequences.
     A sharded model also gets sequences of no row, while other processes have more forwards.
     """
     for places in in_step(

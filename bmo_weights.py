@@ -2,7 +2,7 @@
 
 BMO treats every answer's loss L_m as its own objective and guides the choice among the weakly
 Pareto optimal models by validation. Its penalty is a merit function that is zero exactly on that
-front; smoothed by log-sum-exp it is
+front; smoothed by log-sum-exp it is u minus its minimum, with
 
     u(theta) = -(1/tau) log sum_m exp(-tau L_m(theta))                              (`lse_merit`)
 
@@ -16,7 +16,7 @@ answer, by the same function at temperature 1. `losses` are the *means* over the
 gradient; the weights have none. theta descends the mean over the answers of weight times loss, in
 place of the question's own loss (and times its selector weight, if it has one):
 
-    ratio = importance_ratio(logps, old_logps)           # (questions, G), one after a refresh
+    ratio = importance_ratio(logps, old_logps)           # (questions, G), 1 right after a refresh
     print(clamped(logps, old_logps).sum(), effective_sample_size(ratio))
     loss = (ratio * losses).mean()                       # or, with lambda in place of the ratio:
     loss = (response_weights(logps.detach()) * losses).sum(dim=-1).mean()
@@ -37,7 +37,7 @@ Deviations from the text of the paper:
 
 import torch
 
-# r lies in [1/148, 148]: far outside what a refreshed buffer shows in ordinary runs.
+# r lies in [1/148, 148]; with a refreshed buffer ordinary runs stay far inside.
 MAX_LOG_RATIO = 5.0
 
 

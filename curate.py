@@ -2,13 +2,15 @@
 
 A model likes its own words best, so its likelihood cannot choose between the original and the
 refined answer. The original is the default. The refined one is recommended only when it is
-complete, not empty, no repetition and no copy of its question, and when its margin
+complete, not empty, no repetition and no copy of its question, reads back as one plain text, and
+when its margin
 
     s(refined) - s(original),    s(y) = ( log p(y | x) - log p(y) ) / |y|
 
 under the frozen base exceeds what the same margin reaches on trusted prompts, where the trusted
 answer is right by definition: the 95th percentile of s(generated) - s(trusted) on held-out rows.
-That bounds how often a good answer would be replaced (the false-replacement rate, reported).
+That bounds how often a good answer would be replaced (the false-replacement rate, reported). A
+smaller margin above zero is "undecided", and so is any where held-out rows are too few.
 log p(y) is the answer's log-prob behind the empty prompt: the tokens all prompts share.
 """
 
@@ -29,7 +31,7 @@ import torch
 
 # Held-out rows in each half; with fewer a 95th percentile says nothing.
 MIN_CALIBRATION = 20
-MAX_CALIBRATION = 400
+MAX_CALIBRATION = 400  # of both halves
 QUANTILE = 0.95
 
 

@@ -143,7 +143,7 @@ def add_step_arguments(parser):
         "--warmup",
         type=number(int, 2**31 - 1, zero=True),
         default=0,
-        help="steps over which --lr grows from zero",
+        help="steps over which --lr grows to its value",
     )
     add(
         "--clip",

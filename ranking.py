@@ -42,15 +42,15 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     scores = torch.where(masked, implicit.to(omega), omega)
     shares = torch.empty(len(scores), dtype=torch.float64)
     for group in (masked, ~masked):
-        ranks = rank_rows(scores[group])
-        shares[group] = 1 - ranks.double() / (len(ranks) + 1)
+        ranks = mean_ranks(scores[group])  # ties stay ties
+        shares[group] = ranks / (len(ranks) + 1)
     if mask_is_ranked:
         shares[masked] -= 1.0
     return shares
 
 
 def counted_weights(selector, masked=None):
-    """N softmax(omega), (N,); 0 for a masked (N,) bool row in whose place omega read nothing."""
+    """N softmax(omega), (N,); 0 for a masked (N,) bool row whose loss omega never saw."""
     weights = selector.weights().cpu()
     if masked is None:
         return weights
@@ -130,7 +130,7 @@ def listed(rows, file, column):
 
 
 def kept_by(rows, file):
-    """[True, False, or None where the file does not list it: whether a ranking keeps a row]."""
+    """Whether a ranking keeps each row: a list of True, False, or None for one not listed."""
     kept = listed(rows, file, "kept")
     if not {type(verdict) for verdict in kept} <= {bool, type(None)}:
         raise UserError(f"{file}: kept is true or false in every row of a ranking")
@@ -248,6 +248,6 @@ def blank_prompt(rows, sample=500):
 
 
 def behind_blank(model, blank, answer):
-    """The row of an answer behind the blank prompt, whose front gives way to the context's end."""
+    """The row of an answer behind the blank prompt, cut at its front where the context is short."""
     room = max(1, context_length(model.config) - len(answer))
     return answer_row(blank[-room:], answer)

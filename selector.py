@@ -91,8 +91,8 @@ class Selector:
         time of a step at 10^7 rows.
         """
         exp = torch.sub(self.logits, self.logits.max(), out=self._buffer).exp_()
-        # A float64 sum is exact for equal logits, so untouched weights are exactly one; so is
-        # a float32 one of a block, at a third of the time. Blocks are added in float64.
+        # Untouched weights are exactly one: a float64 sum of equal numbers is exact. Of more rows
+        # a block is summed in float32, also exact and in a third of the time; blocks in float64.
         dtype = torch.float64 if len(exp) <= self.BLOCK else None
         sums = [block.sum(dtype=dtype) for block in exp.split(self.BLOCK)]
         return exp, torch.stack(sums).double().sum() / len(exp)
@@ -126,7 +126,9 @@ class Selector:
         if rows.shape != losses.shape:
             raise ValueError(f"{tuple(rows.shape)} rows and {tuple(losses.shape)} losses")
         exp, mean = self._exp()
-        weighted = losses * exp[rows].div_(mean) * (gamma / len(rows))  # gamma / B * C_b W_b
+        weighted = (
+            losses * exp[rows].div_(mean) * (gamma / len(rows))
+        )  # gamma / B * C_b W_b
         total = weighted.sum()
         if not math.isfinite(total):
             raise FloatingPointError(
@@ -159,10 +161,10 @@ class Selector:
 
         entropy            of softmax(omega), nats (log N when uniform)
         ess, ess_share     effective sample size (sum W)^2 / sum W^2, and over N
-        weight_q01 ... q99 quantiles of the weights (mean one)
+        weight_q01 ... q99 quantiles of the weights (mean one); weight_min, weight_max
         spearman           rank correlation of the weights and minus the last seen loss, rows seen
         uniform            98 % of the weights lie within a factor 1.1: only the order informs
-        collapsed          the effective sample size is below two, or 1 % of the rows; never of two
+        collapsed          the effective sample size is below two, or 1 % of more than two rows
         """
         weights = self.weights().double()
         count = len(weights)

@@ -304,7 +304,7 @@ def _before_training(args, model, file, resumed):
 
 
 def set_rate(args, learner, step):
-    """The learning rate of a step: from --lr / W to --lr over the W steps of --warmup."""
+    """The learning rate of a step: over --warmup steps it grows evenly to --lr."""
     share = min(1.0, (step + 1) / max(1, args.warmup))
     for optimizer in (learner.optimizer, learner.optimizer_hat):
         if optimizer is not None:
@@ -314,7 +314,7 @@ def set_rate(args, learner, step):
 def check_finite(step, norm, losses, lower, places):
     """`UserError` naming the rows when a step's loss or gradient is not a number.
 
-    norm (): of the gradient, or a sum that is not finite where one loss is none; losses (B,);
+    norm (): of the gradient, or a sum that is finite where all losses are; losses (B,);
     places (B,): where the rows of the batch stand in `lower`.
     """
     if torch.isfinite(norm):

@@ -39,7 +39,6 @@ import models
 import options
 import ranking
 import session
-from batches import row_losses
 from logprobs import pack, sequence_logprobs
 from runtime import folder
 from runtime.command import Parser
@@ -131,11 +130,13 @@ def descend(
         upper_rows, lower_rows, micro_batch, models.is_sharded(model)
     )
     for up, low, rows in forwards:
+        # rows: those of `up`, then of `low`; a spare one where a sharded model has none.
         logps, lengths = sequence_logprobs(model, pack(rows, model.device))
-        count = sum(len(upper_rows[i]) for i in up)
+        start = sum(len(upper_rows[i]) for i in up)
+        end = start + len(low)
         margins = None if reference is None else reference[up]
-        upper = upper_losses(logps[:count], lengths[:count], margins)
-        lower = (-logps[count:] / lengths[count:])[: len(low)]  # Eq. SFT_def, deviation 1
+        upper = upper_losses(logps[:start], lengths[:start], margins)
+        lower = -logps[start:end] / lengths[start:end]  # Eq. SFT_def, deviation 1
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
         loss = rho * (weights[low] * lower).sum() / len(lower_batch)
         if upper_batch:
@@ -144,7 +145,8 @@ def descend(
         upper_all[up] = upper.detach()
         lower_all[low] = lower.detach()
     norm = models.update(parameters, optimizer, clip)
-    return StepLosses(all_sum(upper_all), all_sum(lower_all), norm)
+    # Each process has filled the places of its rows.
+    return StepLosses(upper=all_sum(upper_all), lower=all_sum(lower_all), norm=norm)
 
 
 def train(args, run):
@@ -183,11 +185,13 @@ def train(args, run):
         if bilevel:
             costs = losses.lower
             if at_next:
-                costs = row_losses(model, lower_batch)[0]
+                costs = batches.row_losses(model, lower_batch)[0]
             if args.correction:  # deviation 7
                 with models.adapter(model, "theta_hat"):
-                    twin = descend_hat([], lower_batch, weights, 1.0)
-                    attained = row_losses(model, lower_batch)[0] if at_next else twin.lower
+                    twin = descend_hat([], lower_batch, weights, rho=1.0)
+                    attained = twin.lower
+                    if at_next:
+                        attained = batches.row_losses(model, lower_batch)[0]
                 session.check_finite(step, twin.norm, attained, rows.lower, places)
                 costs = costs - args.correction * attained.to(costs)
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
@@ -213,6 +217,7 @@ def finish(args, run):
     """Every lower row ranked, the adapter, one table. Returns the result."""
     judged = session.judge_lower(args, run)
     if args.method == "bds":
+        # The first one ranks.
         judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
     judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
     ranked = session.save_ranking(run, judged, args.keep_fraction)

@@ -5,13 +5,14 @@
     torchrun --nproc-per-node 8 train_online.py --lower ...          # eight GPUs, the same run
 
 Algorithm 1 of the paper. Offline selection throws a question away with its bad answer; here a
-masked question keeps its place, the current model answers it again every K_gen steps, and the G
-answers count by their importance ratio r:
+masked question keeps its place, the current model answers it again every K_gen steps (a refresh,
+lines 5-8), and the G answers, the paper's responses y_s, count by their importance ratio r:
 
     theta <- theta - beta  ( grad L_val + gamma_k mean_i W_i(omega) (1/G) sum_g r^g grad L_{i,g} )
     omega <- omega - alpha gamma_k grad_omega mean_i W_i(omega) (1/G) sum_g L_{i,g}(theta^{k+1})
 
-Rows that are not masked train as in train_offline.py. Deviations 1-7 stand there and hold here too:
+W_i = N sigma_i(omega) has mean one over all rows, and mean_i is over the batch. Rows that are not
+masked train as in train_offline.py. Deviations 1-7 stand there and hold here too:
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
@@ -21,9 +22,10 @@ Rows that are not masked train as in train_offline.py. Deviations 1-7 stand ther
     training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
     permutations are seeded in between, so the others would be overwritten unread.
-12. The dynamic mask is the bottom R of the weights at each refresh; at the first step a random one.
-13. theta_hat of `--correction` descends the same lower loss with r = 1: the ratio of an answer is
-    one of the model that wrote it, and that is theta.
+12. Line 3 masks at every step; here a mask changes at a refresh alone. The dynamic mask is the
+    bottom R of the weights then, and at step 0 a random one.
+13. theta_hat of `--correction` descends the same lower loss with r = 1: a ratio compares theta with
+    the theta that wrote the answer, and theta_hat wrote none.
 14. `--refine drop` is the control: the same mask, no answers in training, no lower loss of masked
     rows. Sampled at temperature 1 with a summed loss, the expected ratio-weighted gradient is
     exactly zero: part of what generation gains may simply be that the bad answers are gone, and
@@ -59,7 +61,7 @@ from utils import UserError
 # ruff: isort: split
 import torch
 
-# Beside the defaults below, which are the published ones of the quality task.
+# The defaults below are the published ones of the quality task; the safety task differs in one.
 PRESETS = options.PRESETS | {
     "llama3-8b-safety": options.PRESETS["llama3-8b-safety"] | {"generation_batch": 16}
 }
@@ -144,13 +146,13 @@ def parse_args(argv=None):
 class Masking:
     """Which rows are masked.
 
-    kind: --mask as given. "static" and "dynamic" mask the share `ratio`; a file masks the rows
+    kind: --mask as given. "static" and "dynamic" mask this share of the rows; a file masks the rows
     `given` (N,) bool, which is None otherwise. is_ranked: whether the last mask holds the rows that
     weights or a file put last, and is no random sample.
     """
 
     kind: str
-    ratio: float
+    share: float
     given: torch.Tensor | None
     is_ranked: bool
 
@@ -165,8 +167,8 @@ def plan_masks(args, plan, lower):
     if num_masked == 0 or args.first_refresh >= plan.total_steps:
         raise UserError(
             f"--mask {args.mask}, --ratio-masked {args.ratio_masked} of {plan.num_rows} rows, "
-            f"--first-refresh {args.first_refresh} of {plan.total_steps} steps: no row would ever "
-            "be masked"
+            f"--first-refresh {args.first_refresh} of {plan.total_steps} steps: no masked row "
+            "would ever be answered or left out"
         )
     steps_left = plan.total_steps - 1 - args.first_refresh
     last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
@@ -176,8 +178,8 @@ def plan_masks(args, plan, lower):
     )
     if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
         print(
-            "warning: the only refresh is before the first step: the untrained model writes all "
-            f"answers, and a dynamic mask is random; make --k-gen smaller than {plan.total_steps}"
+            "warning: the only refresh is before the first step, when a dynamic mask is random and "
+            f"answers are an untrained model's; make --k-gen smaller than {plan.total_steps}"
         )
     is_ranked = given is not None or (args.mask == "dynamic" and last_refresh > 0)
     return Masking(args.mask, args.ratio_masked, given, is_ranked)
@@ -187,7 +189,8 @@ def plan_masks(args, plan, lower):
 class Answers:
     """What a lower row trains on: its original row, G generated ones, or nothing (dropped).
 
-    rows: tokenised rows; old_logps (G,): log-probs when written, None for an original.
+    rows: tokenised rows; old_logps (G,): the log-probs of generated ones when they were written
+    (sums, nats), None for an original.
     """
 
     rows: list
@@ -204,34 +207,34 @@ def new_mask(masking, logits, before, seed, refresh):
         return masking.given
     generator = batches.seeded(seed, "mask", refresh)
     if masking.kind == "dynamic":
-        return dynamic_mask(logits, masking.ratio, generator)
-    if before.any():
+        return dynamic_mask(logits, masking.share, generator)
+    if before.any():  # a static one
         return before
-    return static_mask(len(logits), masking.ratio, generator)
+    return static_mask(len(logits), masking.share, generator)
 
 
-def answer(model, prompts, names, num_answers, sampling):
+def answer(model, prompts, row_seeds, num_answers, sampling):
     """Lines 6-7: G answers to each prompt, and their log-probs under this model.
 
-    names: one string a prompt, the seed of its draws together with g. sampling: options of
-    `generate`. Returns ([`Answers`, one a prompt], [(tokens, complete), G a prompt]).
+    row_seeds: one string a prompt; with g it seeds an answer. sampling: options of `generate`.
+    Returns ([`Answers`, one a prompt], [(tokens, complete), G a prompt]).
     """
     repeated = []
     seeds = []
-    for prompt, name in zip(prompts, names, strict=True):
+    for prompt, row_seed in zip(prompts, row_seeds, strict=True):
         for g in range(num_answers):
             repeated.append(prompt)
-            seeds.append(f"{name} {g}")
+            seeds.append(f"{row_seed} {g}")
 
-    def write(share, seeds_of_share):
-        return generate(model, share, seeds_of_share, label="answers", **sampling)
+    def write(some_prompts, some_seeds):
+        return generate(model, some_prompts, some_seeds, label="answers", **sampling)
 
     written = share_list(write, repeated, seeds)  # each process writes a share of them
     rows = []
     for prompt, (tokens, _) in zip(repeated, written, strict=True):
         rows.append(batches.answer_row(prompt, tokens))
     losses, lengths = batches.row_losses(model, rows, label="scoring answers")
-    # A mean over tokens times their number is the sum; float64 is what a checkpoint keeps.
+    # A mean over tokens times their number is the sum; in float64 the product adds no rounding.
     old_logps = (-losses.double() * lengths).view(-1, num_answers)
     answers = []
     for i in range(len(prompts)):
@@ -255,7 +258,10 @@ def answer_metrics(written):
 
 
 def step_answers(rows, places, mask, buffer, refine):
-    """`Answers` of each row of the batch at `places`; a masked row may have none under drop."""
+    """`Answers` of each row of the batch at `places`.
+
+    A masked row that no refresh has answered keeps its original; under drop it has none.
+    """
     answers = []
     for place, row in zip(places.tolist(), rows, strict=True):
         if not mask[place]:
@@ -271,10 +277,10 @@ def step_answers(rows, places, mask, buffer, refine):
 
 
 def answer_weights(ratio, logps, old_logps):
-    """r^g of answers (n, G), given log-probs now and at generation (Corollary importance_ratio).
+    """r^g of m generated questions, given log-probs now and then (Corollary importance_ratio).
 
-    All (n, G), sums over tokens in nats; the result carries no gradient. Also counts the clamped
-    ones. `lambda` is G lambda (Lemma implicit_BMO), so that both have mean about one.
+    All (m, G), sums over tokens in nats; the result carries no gradient. Also counts the clamped
+    ones. ratio: "sequence", or "lambda" for G lambda (Lemma implicit_BMO); both average one.
     """
     if ratio == "lambda":
         return bmo_weights.response_weights(logps.detach()) * logps.shape[1], 0
@@ -299,10 +305,11 @@ def lower_terms(questions, logps, lengths, ratio):
     logps, lengths (sum of G,): of their rows, in order. ratio: see `answer_weights`; None: r = 1.
     """
     losses = -logps / lengths  # Eq. SFT_def, deviation 1
+    # G answers, or 1 original, or 0 rows of a dropped question.
     sizes = [len(answers.rows) for answers in questions]
     counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
     owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
-    weights = torch.ones_like(losses.detach())
+    r = torch.ones_like(losses)
     ratios = None
     num_clamped = 0
     generated = [answers for answers in questions if answers.is_generated]
@@ -312,18 +319,21 @@ def lower_terms(questions, logps, lengths, ratio):
         old_logps = torch.stack([answers.old_logps for answers in generated]).to(logps)
         logps_now = logps[generated_rows].view(old_logps.shape)
         ratios, num_clamped = answer_weights(ratio, logps_now, old_logps)
-        weights[generated_rows] = ratios.flatten()
+        r[generated_rows] = ratios.flatten()
 
     def mean(values):  # (1/G) sum_g, a question
         sums = values.new_zeros(len(questions)).index_add(0, owner, values)
         return sums / counts.clamp_min(1)
 
-    return LowerTerms(mean(weights * losses), mean(losses.detach()), ratios, num_clamped)
+    return LowerTerms(mean(r * losses), mean(losses.detach()), ratios, num_clamped)
 
 
 @dataclass
 class OnlineLosses(StepLosses):
-    """`lower` is the plain mean over answers, `weighted` (B_low,) that with the ratios (m, G)."""
+    """`lower` is the plain mean over answers, and `weighted` (B_low,) that with r, both without W.
+
+    ratios (m, G): r of the m generated questions, `num_clamped` of them at the clamp.
+    """
 
     weighted: torch.Tensor
     ratios: torch.Tensor
@@ -346,15 +356,14 @@ def descend(
 ):
     """One step of `parameters` on (1 - rho) L_val + rho mean_i W_i (1/G) sum_g r^g L_{i,g}.
 
-    With rho = gamma / (1 + gamma) that is the paper's step times 1 - rho. As in train_offline.py,
-    but lower_batch holds one `Answers` a row, without rows for a dropped one, which still counts in
-    the mean over i; weights (B_low,) W are detached; ratio: see `answer_weights`. Returns
-    `OnlineLosses`.
+    With rho = gamma / (1 + gamma) that is the paper's step times 1 - rho (PBGD-1). As in
+    train_offline.py, but lower_batch holds one `Answers` a row, without rows for a dropped one,
+    which still counts in the mean over i; ratio: see `lower_terms`. Returns `OnlineLosses`.
     """
-    # Each process fills the places of its rows; `all_sum` adds up what all have, in place.
     upper_all = weights.new_zeros(len(upper_batch))
     lower_all = weights.new_zeros(len(lower_batch))
     weighted_all = torch.zeros_like(lower_all)
+    # G, the same for all generated ones.
     num_answers = max((len(a.rows) for a in lower_batch if a.is_generated), default=1)
     ratios = weights.new_zeros(len(lower_batch), num_answers)
     num_clamped = torch.tensor(0)
@@ -364,14 +373,14 @@ def descend(
         upper_rows, lower_rows, micro_batch, models.is_sharded(model)
     )
     for up, low, rows in forwards:
-        # rows: those of `up`, those of `low`, then perhaps filler, see `batches.micro_batches`.
+        # rows: the sequences of `up`, then of `low`; a spare one where a sharded model has none.
         logps, lengths = sequence_logprobs(model, pack(rows, model.device))
-        count = sum(len(upper_rows[i]) for i in up)
-        end = count + sum(len(lower_rows[i]) for i in low)
+        start = sum(len(upper_rows[i]) for i in up)
+        end = start + sum(len(lower_rows[i]) for i in low)
         margins = None if reference is None else reference[up]
-        upper = upper_losses(logps[:count], lengths[:count], margins)
+        upper = upper_losses(logps[:start], lengths[:start], margins)
         questions = [lower_batch[i] for i in low]
-        terms = lower_terms(questions, logps[count:end], lengths[count:end], ratio)
+        terms = lower_terms(questions, logps[start:end], lengths[start:end], ratio)
         # Divided by the whole step's counts: the gradient ignores how the batch was cut.
         loss = rho * (weights[low] * terms.weighted).sum() / len(lower_batch)
         if upper_batch:
@@ -384,7 +393,8 @@ def descend(
             generated = [i for i in low if lower_batch[i].is_generated]
             ratios[generated] = terms.ratios.to(ratios)
             num_clamped += terms.num_clamped
-    norm = models.update(parameters, optimizer, clip)  # sums the gradients of all processes
+    norm = models.update(parameters, optimizer, clip)
+    # Each process has filled the places of its rows.
     for values in (upper_all, lower_all, weighted_all, ratios, num_clamped):
         all_sum(values)
     has_ratio = [ratio is not None and answers.is_generated for answers in lower_batch]
@@ -461,6 +471,7 @@ def train(args, run, masking):
         descend, model, learner.theta_hat, learner.optimizer_hat, **limits
     )
     log = Log(run.out, run.first_step, plan.total_steps, args.method)
+    # buffer: {place: `Answers`}, which are y_old with their log pi_old.
     mask, buffer, num_written = restore(run.saved, masking, plan.num_rows)
 
     for step in range(run.first_step, plan.total_steps):
@@ -477,16 +488,16 @@ def train(args, run, masking):
             metrics["mask_churn"] = float((mask & ~before).sum() / mask.sum())
             buffer = {}
             if args.refine == "generate":
-                last = min(step + args.k_gen, plan.total_steps)
+                end = min(step + args.k_gen, plan.total_steps)
                 coming = batches.coming_rows(
-                    plan.num_rows, args.batch, args.seed, step, last
+                    plan.num_rows, args.batch, args.seed, step, end
                 )
                 # Each row once, and masked ones alone: deviation 11.
                 coming = [place for place in coming if mask[place]]
                 row_ids = rows.lower.select(coming)["row_id"][:]
-                names = [f"{args.seed} {refresh} {row_id}" for row_id in row_ids]
+                seeds = [f"{args.seed} {refresh} {row_id}" for row_id in row_ids]
                 prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
-                answers, written = answer(model, prompts, names, args.num_answers, sampling)
+                answers, written = answer(model, prompts, seeds, args.num_answers, sampling)
                 buffer = dict(zip(coming, answers, strict=True))
                 num_written += len(written)
                 metrics |= answer_metrics(written)
@@ -494,39 +505,39 @@ def train(args, run, masking):
         # --- sample: line 4 -----------------------------------------------------------------------
         places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
         upper_batch, margins = upper.batch(step, args.batch, args.seed)
-        lower_batch = batches.take(lower, places)
-        lower_batch = step_answers(lower_batch, places, mask, buffer, args.refine)
+        originals = batches.take(lower, places)
+        lower_batch = step_answers(originals, places, mask, buffer, args.refine)
         present = torch.tensor([len(answers.rows) > 0 for answers in lower_batch])
         weights = selector.weights(places)
 
-        # --- theta: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --------------
+        # --- theta, lines 9-13: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --
         session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 
-        # --- omega: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2) ---------
-        if present.any():  # a dropped row has no loss, and the rest keep their share 1 / B
+        # --- omega, line 14: one step with C at theta^{k+1}, the plain mean over answers  (PBGD-2)
+        if present.any():  # a dropped row has no loss
             costs = losses.lower
             if at_next:
                 costs = answer_losses(model, lower_batch)
             if args.correction:  # deviations 7 and 13
                 with models.adapter(model, "theta_hat"):
                     twin = descend_hat([], lower_batch, weights, rho=1.0)
-                    attained = answer_losses(model, lower_batch) if at_next else twin.lower
+                    attained = twin.lower
+                    if at_next:
+                        attained = answer_losses(model, lower_batch)
                 session.check_finite(step, twin.norm, attained, rows.lower, places)
                 costs = costs - args.correction * attained.to(costs)
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
-            # The step divides by the present rows alone.
+            # The step divides by the present rows, and each counts 1 / B as in theta's.
             share = present.sum().item() / len(present)
             selector.step(places[present], costs.cpu()[present], gamma * share)
 
         # --- log, evaluate, save ------------------------------------------------------------------
         metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
-        lower_batch = [row for answers in lower_batch for row in answers.rows]
-        metrics["tokens"] = batches.count_tokens(
-            lower_batch + batches.sequences(upper_batch)
-        )
+        trained = [row for answers in lower_batch for row in answers.rows]
+        metrics["tokens"] = batches.count_tokens(trained + batches.sequences(upper_batch))
         if plan.ends_epoch(step):
             metrics |= session.held_out_metrics(model, rows, run.reference)
             metrics |= session.selector_report(selector, run.out, epoch + 1)
@@ -560,8 +571,8 @@ def finish(args, run, masking, mask, num_written):
     lower = run.rows.lower
     judged = session.judge_lower(args, run)
     omega = run.selector.logits.cpu()
-    omega = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
-    judged.scores = {"weight": omega, **judged.scores}
+    originals = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
+    judged.scores = {"weight": originals, **judged.scores}  # the first one ranks
     weights = ranking.counted_weights(run.selector, mask)
     judged.columns = {"weight": weights, **judged.columns, "masked": mask}
     keep_fraction = args.keep_fraction
@@ -570,12 +581,12 @@ def finish(args, run, masking, mask, num_written):
     ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
     # Known labels are of originals, and what omega says of a masked row is of its new answers.
-    places = (~mask).nonzero().flatten()
-    scores = {name: values[places] for name, values in judged.scores.items()}
-    labels = ranking.label_metrics(lower.select(places.tolist()), scores)
+    unmasked = (~mask).nonzero().flatten()
+    scores = {name: values[unmasked] for name, values in judged.scores.items()}
+    labels = ranking.label_metrics(lower.select(unmasked.tolist()), scores)
     if masking.given is not None:
         to_answer = masking.given
-    else:
+    else:  # the last ones of the finished ranking, whether masked or not
         to_answer = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
     places = to_answer.nonzero().flatten().tolist()
     columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
@@ -596,7 +607,8 @@ def main(argv=None):
     context = models.context_length(models.load_config(args.model))
     curate.check_room(rows.lower, args.max_new_tokens, context)
     run = session.set_up(args, device, tokenizer, rows, plan)
-    return finish(args, run, masking, *train(args, run, masking))
+    mask, num_written = train(args, run, masking)
+    return finish(args, run, masking, mask, num_written)
 
 
 if __name__ == "__main__":
