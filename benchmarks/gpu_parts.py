@@ -7,6 +7,7 @@ package, or the result of another part, fails; the next call tries it again.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from benchmarks import logprob, table2
 from benchmarks.gpu_results import known_of, part_file
@@ -29,23 +30,14 @@ class Part:
     table: Callable
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: log-probs at (T, d, V), shapes of models, rounds of each."""
-
-    heads: tuple
-    shapes: tuple
-    head_rounds: int
-    step_rounds: int
-
-
-FULL = Sizes(
+# What is measured: log-probs at (T, d, V), shapes of models, rounds of each.
+FULL = SimpleNamespace(
     heads=(logprob.CUDA_SIZES, (4096, 4096, 128256), (4096, 2048, 50304)),
     shapes=("llama3-8b", "pythia-1b"),
     head_rounds=9,
     step_rounds=3,
 )
-TINY = Sizes(
+TINY = SimpleNamespace(
     heads=((33, 16, 1003), (16, 16, 300)),
     shapes=("tiny",),
     head_rounds=1,
@@ -85,11 +77,6 @@ def run_hours(folder, shape):
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def heads_name(sizes):
-    length, width, vocabulary = sizes
-    return f"log-probs, T {length}, d {width}, V {vocabulary}"
-
-
 def steps_name(shape):
     return f"steps, {shape}"
 
@@ -103,7 +90,7 @@ def parts_of(sizes, folder):
     call = functools.partial
 
     def heads(size, peers=False):
-        name = heads_name(size)
+        name = "log-probs, T {}, d {}, V {}".format(*size)
         if peers:
             name += ", with other libraries"
         measure = call(run_heads, size, sizes.head_rounds, peers)

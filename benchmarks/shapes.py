@@ -73,14 +73,6 @@ def work_of(shape):
     return TINY_WORK if shape == "tiny" else Work()
 
 
-def shape_config(name):
-    """The configuration of transformers for one of SHAPES."""
-    from transformers import AutoConfig
-
-    kind, options = SHAPES[name]
-    return AutoConfig.for_model(kind, **options)
-
-
 def shaped_model(config, device):
     """A causal LM with random weights and packed attention, made on the device."""
     from transformers import AutoModelForCausalLM
@@ -114,7 +106,10 @@ def random_rows(count, mean, vocabulary, seed):
 
 def load_shape(name, count, checkpointing=False):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level."""
-    config, work = shape_config(name), work_of(name)
+    from transformers import AutoConfig
+
+    kind, options = SHAPES[name]
+    config, work = AutoConfig.for_model(kind, **options), work_of(name)
     lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
     upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
     base = shaped_model(config, pick_device())

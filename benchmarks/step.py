@@ -19,7 +19,7 @@ import torch
 import models
 import train_offline
 import train_online
-from batches import row_losses
+from batches import count_tokens, row_losses
 from benchmarks.measure import (
     installed,
     mebibytes,
@@ -225,11 +225,11 @@ class Variant:
 
     def tokens(self, steps, turn):
         """Tokens that a step trains on; G answers to a masked row are G - 1 rows more."""
-        return self.lower_tokens(steps, turn) + tokens_in(steps.rows(turn)[1])
+        return self.lower_tokens(steps, turn) + count_tokens(steps.rows(turn)[1])
 
     def lower_tokens(self, steps, turn):
         lower, _ = steps.rows(turn)
-        return tokens_in(lower) + (self.answers - 1) * tokens_in(masked_rows(lower))
+        return count_tokens(lower) + (self.answers - 1) * count_tokens(masked_rows(lower))
 
     def floor(self, steps, turn):
         """The step's matrix products as a multiple of plain SFT's."""
@@ -237,11 +237,7 @@ class Variant:
         if self.scored:
             work += self.lower_tokens(steps, turn) / 2
         lower, upper = steps.rows(turn)
-        return work / tokens_in(lower + upper)
-
-
-def tokens_in(rows):
-    return sum(len(row["input_ids"]) for row in rows)
+        return work / count_tokens(lower + upper)
 
 
 def variants_of(steps, groups=(1,)):
@@ -352,7 +348,7 @@ def bench_step(args):
     settings = {
         "rows of each level": batch,
         "micro batch": args.micro_batch,
-        "mean tokens a step": tokens_in(lower + upper) // args.rounds,
+        "mean tokens a step": count_tokens(lower + upper) // args.rounds,
         "rounds": args.rounds,
     }
     store_and_print(args, settings, results, *step_table(results))

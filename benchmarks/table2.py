@@ -29,7 +29,7 @@ ASSUMED = (
 
 
 def answer_speed(model, rows, work):
-    """Seconds and tokens/s of answers of full length to the rows' prompts, all at a time.
+    """Seconds an answer and tokens/s, of full length, to the rows' prompts, all at a time.
 
     Random weights hardly ever draw the one token that ends an answer.
     """
@@ -53,9 +53,6 @@ def answer_speed(model, rows, work):
     seconds = clock() - started
     tokens = sum(len(answer) for answer, _ in written)
     return {
-        "seconds": seconds,
-        "answers": len(written),
-        "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "seconds_per_answer": seconds / len(written),
     }

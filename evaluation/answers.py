@@ -1,5 +1,6 @@
 """Base models and runs answer the same prompts, one below the other: `python eval.py answers`."""
 
+import functools
 from pathlib import Path
 
 import utils
@@ -22,15 +23,15 @@ def answer_prompts(names, prompts, max_new_tokens):
         title, template = str(name), None
         if run is not None:
             title, template = run.name, run.args.template
-            base = f"base {run.args.model}"
-            if base not in answers:
-                with model.disable_adapter():
-                    answers[base] = respond(
-                        model, tokenizer, prompts, max_new_tokens, template
-                    )
+        ask = functools.partial(
+            respond, model, tokenizer, prompts, max_new_tokens, template
+        )
+        if run is not None and f"base {run.args.model}" not in answers:
+            with model.disable_adapter():
+                answers[f"base {run.args.model}"] = ask()
         if title in answers:
             title = str(Path(name).absolute())
-        answers[title] = respond(model, tokenizer, prompts, max_new_tokens, template)
+        answers[title] = ask()
     return answers
 
 

@@ -28,8 +28,8 @@ from evaluation.comparison import (
     final_metrics,
 )
 from evaluation.runs import (
+    Run,
     check_output,
-    each_curated,
     is_rewritten,
     names_of,
     read_ranking,
@@ -82,7 +82,7 @@ def answer_card(row):
 
 
 def known_texts(run):
-    """{hash: {"prompt": text, "response": text}} of the run's rows, where a file still has them.
+    """{hash: a dictionary with prompt and response} of the rows that a file still has.
 
     Rows in shown.jsonl, and those of the sources that are files beside us; a source that can no
     longer be read is left out.
@@ -92,8 +92,7 @@ def known_texts(run):
     if path.exists():
         with reading(path):
             for row in read_jsonl(path):
-                pair = {"prompt": row["prompt"], "response": row["response"]}
-                texts[row["hash"]] = pair
+                texts[row["hash"]] = row
     hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
     with contextlib.suppress(UserError):
@@ -137,7 +136,7 @@ def new_answers(run):
     curated = run.folder / "curated.jsonl"
     if not curated.exists():
         return ""
-    rewritten = filter(is_rewritten, each_curated(curated))
+    rewritten = filter(is_rewritten, read_ranking(curated))
     best = heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"])
     return (
         "<h2>Recommended new answers of the largest margin</h2>"
@@ -322,15 +321,15 @@ def page_of(runs, row_tests):
     )
 
 
-def write_report(runs, out=None, row_tests=None):
-    """Write the page to `out`; returns one line with its path. row_tests: see `join_row_tests`.
+def run_report(args):
+    """One self-contained HTML page.
 
-    Without `out` the page is report.html in the one run, or in the folder that holds all of them.
+    Without --out it is report.html in the one run, or in the folder that holds all of them.
     """
-    if out is None:
-        folders = [run.folder.absolute() for run in runs]
-        out = Path(os.path.commonpath(folders)) / "report.html"
-    check_output(out, *(run.folder for run in runs), *filter(None, [row_tests]))
+    runs = [Run(folder) for folder in args.runs]
+    folder = os.path.commonpath([run.folder.absolute() for run in runs])
+    out = args.out or Path(folder) / "report.html"
+    check_output(out, args.runs, args.row_tests)
     check_same_data(runs)
-    utils.write_atomic(out, plain(page_of(runs, row_tests)))
-    return f"report: {out}"
+    utils.write_atomic(out, plain(page_of(runs, args.row_tests)))
+    print(f"report: {out}")

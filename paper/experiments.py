@@ -148,14 +148,14 @@ def curated_table(args):
             words = ["keep", str(source), "--keep-fraction", str(share)]
             if name == REWRITES:
                 words = ["export", str(source), "--format", "prompt-completion"]
-            commands[file] = shlex.join(["eval.py", *words, "--out", str(file)])
+            commands[file] = ["eval.py", *words, "--out", str(file)]
     run_each(args, commands)
     files_of, commands = {"raw set": raw}, {}
     for (name, seed), subset in subsets.items():
         out = place / slug(name) / f"seed-{seed}"
         words = fresh_run(args, seed, name, subset)
         words += ["--token-budget", budget_of(raw[seed].parent), "--out", str(out)]
-        commands[out / "result.json"] = shlex.join(words)
+        commands[out / "result.json"] = words
         files_of.setdefault(name, []).append(out / "result.json")
     run_each(args, commands)
     if args.list:

@@ -52,7 +52,7 @@ def redorca(red, slim):
     """
     chosen, _ = split_slimorca(slim)
     return [
-        picked(red, range(min(RED_ROWS, len(red))), red_row),
+        picked(red, range(RED_ROWS), red_row),
         picked(
             slim,
             chosen,

@@ -4,10 +4,9 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-import re
 import statistics
 
-from evaluation.comparison import mean_and_interval
+from evaluation.comparison import is_ranking_metric, mean_and_interval, prefer_unmasked
 from evaluation.runs import read_result
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -85,26 +84,6 @@ def results_of(files_of):
     for method, files in files_of.items():
         results[method] = [prefer_unmasked(read_result(file.parent)) for file in files]
     return results
-
-
-def prefer_unmasked(run):
-    """A result with the ranking metrics of unmasked rows in place of all rows'.
-
-    Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
-    fault that no unmasked row has is left out.
-    """
-    unmasked = {key: value for key, value in run.items() if "_unmasked/" in key}
-    if not unmasked:
-        return run
-    kept = {key: value for key, value in run.items() if not is_ranking_metric(key)}
-    for key, value in unmasked.items():
-        kept[key.replace("_unmasked/", "/")] = value
-    return kept
-
-
-def is_ranking_metric(key):
-    """Whether a key of result.json is about the order of the rows."""
-    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
 
 
 def with_base(results):
