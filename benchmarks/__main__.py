@@ -57,7 +57,6 @@ def parse_args(argv):
         default=8,
         help="rows of each level a forward (8)",
     )
-    add("--gradient-checkpointing", action="store_true")
     add = measured("table2", "the paper's runtime table")
     add(
         "--model",

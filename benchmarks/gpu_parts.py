@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 from benchmarks import logprob, table2
 from benchmarks.gpu_results import known_of, part_file
-from benchmarks.shapes import load_shape, work_of
-from benchmarks.step import Steps, compare_steps, step_table
+from benchmarks.step import step_table
 from utils import UserError
 
 
@@ -54,23 +53,12 @@ def run_heads(sizes, rounds, peers=False):
     return logprob.compare_heads(sizes, rounds, peers)
 
 
-def run_steps(shape, rounds, checkpointing):
-    work = work_of(shape)
-    model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
-    return compare_steps(
-        Steps(model, lower, upper, work.batch, work.micro_batch), table2.GROUPS
-    )
-
-
 def run_hours(folder, shape):
     """The runtime table: the steps are another part's, answers are timed here."""
     content = known_of(part_file(folder, steps_name(shape)))
     if "result" not in content:
         raise UserError(f"{steps_name(shape)} is not measured yet")
-    work = work_of(shape)
-    model, rows, _ = load_shape(shape, work.answers)
-    speed = table2.answer_speed(model, rows, work)
-    hours = table2.hours_of(shape, content["result"], speed["seconds_per_answer"])
+    speed, hours = table2.extrapolate(shape, content["result"])
     return {"answers": speed, "hours": table2.beside_published({shape: hours})}
 
 
@@ -97,7 +85,7 @@ def parts_of(sizes, folder):
         return Part(name, 120, measure, logprob.head_table)
 
     def steps(name, *arguments):
-        measure = call(run_steps, *arguments)
+        measure = call(table2.measure_steps, *arguments)
         return Part(name, 300, measure, step_table)
 
     shapes, rounds = sizes.shapes, sizes.step_rounds

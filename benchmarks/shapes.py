@@ -116,7 +116,7 @@ def load_shape(name, count, checkpointing=False):
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_toy(count, checkpointing=False):
+def load_toy(count):
     """The same of the embedded toy."""
     source = str(corpus.MODEL)
     tokenizer = models.load_tokenizer(source)
@@ -131,4 +131,4 @@ def load_toy(count, checkpointing=False):
             copies = math.ceil(count / len(rows))
             levels.append((rows * copies)[:count])
     base = models.load_model(source, pick_device())
-    return models.add_lora(base, checkpointing=checkpointing), *levels
+    return models.add_lora(base), *levels

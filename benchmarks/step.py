@@ -340,9 +340,9 @@ def bench_step(args):
     batch = args.batch or (32 if pick_device().type == "cuda" else 8)
     count = batch * args.rounds
     if args.model is None:
-        model, lower, upper = load_toy(count, args.gradient_checkpointing)
+        model, lower, upper = load_toy(count)
     else:
-        model, lower, upper = load_shape(args.model, count, args.gradient_checkpointing)
+        model, lower, upper = load_shape(args.model, count)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
     settings = {

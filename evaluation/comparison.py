@@ -112,9 +112,9 @@ def check_same_data(runs):
 
 def student_t(freedom):
     """The 97.5 % quantile of Student's t, to 1e-3: exact for 1-6, else Cornish and Fisher."""
-    exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469}
-    if freedom in exact:
-        return exact[freedom]
+    exact = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469)
+    if freedom <= len(exact):
+        return exact[freedom - 1]
     return 1.95996 + 2.37227 / freedom + 2.82250 / freedom**2 + 2.55585 / freedom**3
 
 

@@ -36,39 +36,36 @@ FILLER = re.compile(
 )
 
 
-class Endpoint:
-    """A judge behind an OpenAI-compatible address, through the package `openai`.
+def connect(name, url=None):
+    """A judge behind an OpenAI-compatible address, through the package `openai`: a function.
 
     The package reads the key from OPENAI_API_KEY and, without a url, the address from
     OPENAI_BASE_URL. It waits and asks again where that helps.
     """
+    try:
+        import openai
+    except ImportError:
+        raise UserError("the package openai is not installed: pip install openai") from None
+    try:
+        client = openai.OpenAI(base_url=url)
+    except openai.OpenAIError as error:  # no key
+        raise UserError(f"--judge: {first_line(error)}") from None
 
-    def __init__(self, name, url=None):
-        try:
-            import openai
-        except ImportError:
-            raise UserError(
-                "the package openai is not installed: pip install openai"
-            ) from None
-        self.name, self.error = name, openai.OpenAIError
-        try:
-            self.client = openai.OpenAI(base_url=url)
-        except openai.OpenAIError as error:  # no key
-            raise UserError(f"--judge: {first_line(error)}") from None
-
-    def __call__(self, question):
+    def ask(question):
         """(preference for the second answer in [1, 2] or None, the reply or what went wrong)."""
         try:
-            reply = self.client.chat.completions.create(
-                model=self.name,
+            reply = client.chat.completions.create(
+                model=name,
                 messages=[{"role": "user", "content": question}],
                 temperature=0,
                 max_tokens=16,
             )
-        except self.error as error:
+        except openai.OpenAIError as error:
             return None, first_line(error)
         text = reply.choices[0].message.content or ""
         return parse_verdict(text), text
+
+    return ask
 
 
 def parse_verdict(text):

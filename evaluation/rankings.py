@@ -88,10 +88,10 @@ def ranking_groups(run):
     """
     if not run.omegas:
         return {}
-    if not run.rows or "masked" not in run.rows[0]:
+    masked = column_of(run, "masked")
+    if masked is None:
         omega = next(iter(run.omegas.values()))
         return {"all": torch.arange(len(omega))}
-    masked = torch.tensor([row["masked"] for row in run.rows])
     groups = {
         "unmasked": (~masked).nonzero().flatten(),
         "masked": masked.nonzero().flatten(),

@@ -212,7 +212,7 @@ def judge_outputs(args):
     )
     if args.estimate:
         return
-    problems = judge.ask_all(questions, judge.Endpoint(args.judge, args.url), cache)
+    problems = judge.ask_all(questions, judge.connect(args.judge, args.url), cache)
     judge.fill_in(pairs, args.judge, judge.known_verdicts(cache))
     write_list(args.out, pairs)
 

@@ -114,10 +114,8 @@ def preferences(file, base):
 
 def right_of(answers):
     """Whether each answer of a file to the toy's puzzles is right."""
-    kinds = []
-    for row in winrate.read_list(answers, ()):
-        kinds.append(corpus.kind_of(row["instruction"], row["output"]))
-    return [kind == "clean" for kind in kinds]
+    rows = winrate.read_list(answers, ())
+    return [corpus.kind_of(row["instruction"], row["output"]) == "clean" for row in rows]
 
 
 # --- examples -------------------------------------------------------------------------------------

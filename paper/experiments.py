@@ -91,17 +91,14 @@ def compare_selectors(args):
 
 def scores_of(file, score):
     """The ranking metrics, by kind of fault, of a function of the rows; higher is better."""
-    import torch
-
     rows = utils.read_jsonl(file)
     if any("bad" not in row for row in rows):
         raise UserError(
             f"{file}: the lower rows have no column `bad`; name a file that has"
         )
-    bad = torch.tensor([row["bad"] for row in rows])
+    bad = [row["bad"] for row in rows]
     kinds = [row.get("kind") or "bad" for row in rows]
-    scores = [score(row) for row in rows]
-    return ranking_metrics(torch.tensor(scores, dtype=torch.float64), bad, kinds)
+    return ranking_metrics([score(row) for row in rows], bad, kinds)
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------

@@ -89,13 +89,9 @@ def results_of(files_of):
 def with_base(results):
     """The base model's own figures in front."""
     first = next(iter(results.values()))
-    base = []
-    for run in first:
-        base.append(
-            {
-                key.removeprefix("base/"): value
-                for key, value in run.items()
-                if key.startswith("base/") and not is_ranking_metric(key)
-            }
-        )
+    base = [{} for _ in first]
+    for figures, run in zip(base, first, strict=True):
+        for key, value in run.items():
+            if key.startswith("base/") and not is_ranking_metric(key):
+                figures[key.removeprefix("base/")] = value
     return {"base model": base, **results}

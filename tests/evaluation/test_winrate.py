@@ -379,7 +379,7 @@ def test_the_package_asks_an_endpoint(monkeypatch, refused):
 
     pytest.importorskip("openai", reason="the package openai is not installed")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert "OPENAI_API_KEY" in refused(lambda: judge.Endpoint("j", "http://127.0.0.1:9/v1"))
+    assert "OPENAI_API_KEY" in refused(lambda: judge.connect("j", "http://127.0.0.1:9/v1"))
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     seen = []
 
@@ -399,7 +399,7 @@ def test_the_package_asks_an_endpoint(monkeypatch, refused):
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = judge.Endpoint("j", f"http://127.0.0.1:{server.server_address[1]}/v1")
+    endpoint = judge.connect("j", f"http://127.0.0.1:{server.server_address[1]}/v1")
     assert endpoint("which?") == (2.0, "B")
     assert seen == [("/v1/chat/completions", "Bearer secret")]
     preference, problem = endpoint("which?")

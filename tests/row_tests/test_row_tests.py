@@ -163,15 +163,6 @@ def test_training_takes_the_ranking(tested, faulty, train):
     assert run.result["rows"] == made.result["kept"] < 24
 
 
-def test_an_adapter_is_another_model(tested, faulty, adapters):
-    plain = tested(faulty)
-    tuned = tested(faulty, adapter=adapters["llama"])
-    assert [row["loss"] for row in tuned.rows] != [row["loss"] for row in plain.rows]
-    assert [row["repetition"] for row in tuned.rows] == [
-        row["repetition"] for row in plain.rows
-    ]
-
-
 def test_a_single_row(tested, files):
     assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
 
