@@ -94,13 +94,8 @@ def random_rows(count, mean, vocabulary, seed):
     for _ in range(count):
         length = round(mean * rng.lognormvariate(-0.18, 0.6))
         length = min(2048, max(16, length))
-        prompt = length // 2
-        rows.append(
-            {
-                "input_ids": [rng.randrange(vocabulary) for _ in range(length)],
-                "trained": [0] * prompt + [1] * (length - prompt),
-            }
-        )
+        ids = [rng.randrange(vocabulary) for _ in range(length)]
+        rows.append(batches.answer_row(ids[: length // 2], ids[length // 2 :]))
     return rows
 
 

@@ -129,7 +129,7 @@ def sets_of_run(run, tokenizer, context):
 
 
 def rows_of_file(source, args, tokenizer, context):
-    """{"rows": tokenised rows} of a file or hub name, read as the run's arguments say."""
+    """Tokenised rows of a file or hub name, read as the run's arguments say."""
     part, report = tokens.load_rows(
         source,
         tokenizer,
@@ -142,7 +142,7 @@ def rows_of_file(source, args, tokenizer, context):
     print(
         f"{source}: {len(part)} of {report['rows_in_source']} rows{sets.left_out(report)}"
     )
-    return {"rows": part}
+    return part
 
 
 # --- before and after -----------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def run_losses(args):
         model.set_adapter("default")
     context = models.context_length(model.config)
     if args.rows:
-        measured = rows_of_file(args.rows, run.args, tokenizer, context)
+        measured = {"rows": rows_of_file(args.rows, run.args, tokenizer, context)}
     else:
         measured = sets_of_run(run, tokenizer, context)
 

@@ -75,11 +75,14 @@ def write_list(path, rows):
 # --- responses ------------------------------------------------------------------------------------
 
 
-def respond(model, tokenizer, prompts, max_new_tokens, template):
+def respond(trained, prompts, max_new_tokens):
     """Texts answered greedily to `prompts`, each prompt rendered exactly as in training.
 
-    A prompt without text has no answer (""). One that leaves no room for the answer is refused.
+    trained: what `load_trained` returns. A prompt without text has no answer (""). One that leaves
+    no room for the answer is refused.
     """
+    model, tokenizer, run = trained
+    template = None if run is None else run.args.template
     rows = [{"prompt": prompt, "response": "."} for prompt in prompts]
     rows = tokenised(rows, tokenizer, template, max_length=2**31)
     curate.check_room(rows, max_new_tokens, models.context_length(model.config))
@@ -103,12 +106,11 @@ def generate_outputs(args):
     """Answers of a run or a model, in AlpacaEval's format."""
     check_output(args.out, args.model, args.prompts)
     prompts = read_prompts(args.prompts)
-    model, tokenizer, run = load_trained(args.model, args.base)
-    name, template = args.model, None
+    trained = load_trained(args.model, args.base)
+    texts = respond(trained, prompts, args.max_new_tokens)
+    name, run = args.model, trained[-1]
     if run is not None:
         name = f"{run.name} (base)" if args.base else run.name
-        template = run.args.template
-    texts = respond(model, tokenizer, prompts, args.max_new_tokens, template)
     outputs = []
     for prompt, text in zip(prompts, texts, strict=True):
         outputs.append({"instruction": prompt, "output": text, "generator": name})

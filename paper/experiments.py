@@ -173,17 +173,11 @@ def fresh_run(args, seed, name, subset):
     rows = []
     if args.scale == "toy":
         rows = row_words(toy_rows(args, seed, words["toy"])[0])
-    command = f"{OFF} --method sft --keep {shlex.quote(str(subset))} --seed {seed}"
-    if name != REWRITES:
-        return run_words(words, command, rows)
-    words = without_flags(
-        run_words(words, command, rows),
-        "--lower",
-        "--lower-limit",
-        "--lower-columns",
-        "--keep",
-    )
-    return [*words, "--lower", str(subset)]
+    flag, of_raw_rows = "--keep", ()
+    if name == REWRITES:
+        flag, of_raw_rows = "--lower", ("--lower-limit", "--lower-columns")
+    command = f"{OFF} --method sft {flag} {shlex.quote(str(subset))} --seed {seed}"
+    return without_flags(run_words(words, command, rows), *of_raw_rows)
 
 
 def bad_share(args, file):

@@ -4,8 +4,6 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-import statistics
-
 from evaluation.comparison import is_ranking_metric, mean_and_interval, prefer_unmasked
 from evaluation.runs import read_result
 
@@ -17,10 +15,10 @@ def cell_of(values):
     values = [value for value in values if isinstance(value, (int, float))]
     if not values:
         return None
-    std = statistics.stdev(values) if len(values) > 1 else 0.0
+    figures = mean_and_interval(values)
     return {
-        "mean": round(statistics.fmean(values), 8),
-        "std": round(std, 8),
+        "mean": round(figures["mean"], 8),
+        "std": round(figures["std"] or 0.0, 8),
         "seeds": [round(value, 8) for value in values],
     }
 
