@@ -82,7 +82,7 @@ def answer_card(row):
 
 
 def known_texts(run):
-    """{hash: a dictionary with prompt and response} of the rows that a file still has.
+    """{hash: (prompt, answer)} of the run's rows, where a file still has them.
 
     Rows in shown.jsonl, and those of the sources that are files beside us; a source that can no
     longer be read is left out.
@@ -92,7 +92,7 @@ def known_texts(run):
     if path.exists():
         with reading(path):
             for row in read_jsonl(path):
-                texts[row["hash"]] = row
+                texts[row["hash"]] = row["prompt"], row["response"]
     hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
     with contextlib.suppress(UserError):
@@ -100,8 +100,7 @@ def known_texts(run):
             for row in read_messages(source, columns):
                 if row.hash in hashes:
                     *prompt, answer = row.messages
-                    pair = {"prompt": transcript(prompt), "response": answer["content"]}
-                    texts[row.hash] = pair
+                    texts[row.hash] = transcript(prompt), answer["content"]
     return texts
 
 
@@ -111,13 +110,15 @@ def rows_table(run):
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     texts = known_texts(run)
     count = len(run.rows)
-    rows = sorted(run.rows, key=lambda row: min(row["rank"], count - row["rank"]))
-    rows.sort(key=lambda row: row.get("reason") is None)
-    rows = rows[:TABLE_ROWS]
+
+    def place(row):
+        return row.get("reason") is None, min(row["rank"], count - row["rank"])
+
+    rows = sorted(run.rows, key=place)[:TABLE_ROWS]
     lines = []
     for row in rows:
-        pair = texts.get(row["hash"], {})
-        line = row | {"prompt": pair.get("prompt"), "answer": pair.get("response")}
+        prompt, answer = texts.get(row["hash"], (None, None))
+        line = row | {"prompt": prompt, "answer": answer}
         for name, value in line.items():
             if isinstance(value, str):
                 line[name] = value[:TEXT]
@@ -207,9 +208,7 @@ def best_ranking(run, row_tests):
     row_tests: a ranking that `join_row_tests` has joined, or None.
     """
     metrics = final_metrics(run)
-    scores = {}
-    for name in ("weight", *COLUMN_OF):
-        scores[name] = metrics.get(f"{name}/auroc")
+    scores = {name: metrics.get(f"{name}/auroc") for name in ("weight", *COLUMN_OF)}
     if row_tests and "bad" in run.rows[0]:
         # Over the rows of the other figures: an online run's are of unmasked rows.
         rows = [row for row in run.rows if not row.get("masked")]

@@ -66,7 +66,7 @@ def coverage(lower, upper):
     """The share of the lower texts that have a near one among the different upper texts."""
     lower, upper = lower[:COMPARED], upper[:COMPARED]
     vectors = text_vectors(lower + upper)
-    lower, upper = vectors[: len(lower)], vectors[len(lower) :]
+    lower, upper = vectors.split([len(lower), len(upper)])
     among = (upper @ upper.T).fill_diagonal_(-1).amax(dim=1)
     nearest = (lower @ upper.T).amax(dim=1)
     return (nearest >= among.quantile(NEAR)).double().mean().item()
