@@ -138,13 +138,15 @@ def train_warm_up(args, model, theta, rows, work):
     for epoch, file in enumerate(files):
         order = chosen[batches.permutation(count, args.seed, epoch, stream=5)]
         rates = []
-        for k in tqdm(range(steps), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"):
-            step = epoch * steps + k
+        groups = tqdm(
+            order.split(args.batch), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"
+        )
+        for step, places in enumerate(groups, epoch * steps):
             falling = (total - step) / max(1, total - rising)
             growing = (step + 1) / (rising + 1)
             rates.append(args.lr * min(growing, falling))
             optimizer.param_groups[0]["lr"] = rates[-1]
-            members = batches.take(rows, order[k * args.batch :][: args.batch])
+            members = batches.take(rows, places)
             train_offline.descend(
                 model,
                 theta,

@@ -105,10 +105,8 @@ class Steps:
         """lower, upper: as many rows each. batch: of each level a step."""
         self.model, self.lower, self.upper = model, lower, upper
         self.micro_batch = micro_batch
-        order = torch.randperm(
-            len(lower), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        self.batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+        order = torch.randperm(len(lower), generator=torch.Generator().manual_seed(0))
+        self.batches = order.split(batch)
         self.theta = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.theta, lr=0.0)
         self.selector = Selector(len(lower), lr=0.0, device=model.device)
@@ -144,7 +142,7 @@ class Steps:
 
     def bilevel(self, next_theta, turn):
         """next_theta: whether omega reads the loss at theta^{k+1}, else at theta^k."""
-        places = torch.tensor(self.batches[turn])
+        places = self.batches[turn]
         losses, loss = self.descend(turn, self.selector.weights(places))
         if next_theta:
             losses, _ = row_losses(self.model, self.rows(turn)[0])
@@ -163,7 +161,7 @@ class Steps:
                 answers.append(train_online.Answers([row] * group, old, 0))
             else:
                 answers.append(train_online.Answers([row]))
-        weights = self.selector.weights(torch.tensor(places))
+        weights = self.selector.weights(places)
         before = train_online.descend(
             self.model,
             self.theta,
@@ -177,13 +175,13 @@ class Steps:
             ratio="sequence",
         )
         after = train_online.answer_losses(self.model, answers)
-        self.selector.step(torch.tensor(places), after, GAMMA)
+        self.selector.step(places, after, GAMMA)
         loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.weighted).mean()
         return loss.item()
 
     def two_padded(self, turn):
         lower, upper = self.rows(turn)
-        weights = self.selector.weights(torch.tensor(self.batches[turn]))
+        weights = self.selector.weights(self.batches[turn])
         total = 0.0
         for start in range(0, len(lower), self.micro_batch):
             part = slice(start, start + self.micro_batch)

@@ -146,9 +146,9 @@ def mixer_table(lines, chosen, weights):
     """Print what each source gives: rows of the ranking, kept and written ones, and its share."""
     rows = Counter(line["source"] for line in lines)
     kept = Counter(line["source"] for line in lines if line["kept"])
-    exported, shares = Counter(), Counter()
+    exported = Counter(line["source"] for line in chosen)
+    shares = Counter()
     for line, weight in zip(chosen, weights.tolist(), strict=True):
-        exported[line["source"]] += 1
         shares[line["source"]] += weight / len(chosen)
     table = [[name, rows[name], kept[name], exported[name], shares[name]] for name in rows]
     show_table(["source", "rows", "kept", "exported", "share of the weight"], table)

@@ -142,7 +142,7 @@ def new_answers(run):
     return (
         "<h2>Recommended new answers of the largest margin</h2>"
         + "".join(map(answer_card, best))
-        + command_box("eval.py", "export", run.folder, "--format", "pairs")
+        + command_box("export", run.folder, "--format", "pairs")
     )
 
 
@@ -189,7 +189,7 @@ def row_tests_section(run, file):
         "table below shows them, by reason.</p>"
         + html_table(["the answers are", "rows", "of these kept by the run"], table)
         + f"<p>Train without them: add <code>--keep {escaped_html(file)}</code>. Or export:</p>"
-        + command_box("eval.py", "export", file)
+        + command_box("export", file)
     )
 
 
@@ -197,8 +197,8 @@ def row_tests_section(run, file):
 
 
 def command_box(*words):
-    """A command to type, as text."""
-    line = shlex.join(["python", *map(str, words)])
+    """A command of eval.py to type, as text."""
+    line = shlex.join(["python", "eval.py", *map(str, words)])
     return f"<pre>{escaped_html(one_line(line, limit=1000))}</pre>"
 
 
@@ -219,15 +219,15 @@ def best_ranking(run, row_tests):
         words = (
             f"No label says which ranking of {one_line(run.name)} is best. Its kept rows:"
         )
-        box = command_box("eval.py", "export", run.folder)
+        box = command_box("export", run.folder)
         return f"<p>{escaped_html(words)}</p>{box}"
     names = sorted(scores, key=scores.get, reverse=True)
     figures = ", ".join(f"{name} {scores[name]:.3f}" for name in names)
     best = names[0]
     source = row_tests if best == "row tests" else run.folder
-    words = ["eval.py", "export", source]
+    words = ["export", source]
     if best in COLUMN_OF:
-        words = ["eval.py", "keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
+        words = ["keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
     return (
         f"<p><b>The best ranking of {escaped_html(one_line(run.name))} is {best}</b> (AUROC "
         f"against the known labels: {figures}). Take it:</p>{command_box(*words)}"

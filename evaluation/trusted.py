@@ -57,7 +57,7 @@ def text_vectors(texts):
     """Unit TF-IDF vectors (n, BUCKETS) of texts; words count once a text."""
     marks = torch.zeros(len(texts), BUCKETS)
     for row, text in zip(marks, texts, strict=True):
-        row[ngram_buckets(text, BUCKETS)[0]] = 1
+        row[ngram_buckets(text, BUCKETS)] = 1
     idf = (len(texts) / (1 + marks.sum(dim=0))).clamp_min(1).log()
     return torch.nn.functional.normalize(marks * idf)
 
@@ -88,8 +88,8 @@ def short_run(name, rows, held_out, seed):
     optimizer = torch.optim.Adam(theta, lr=LR)
     tokens = batches.tokens_only(rows)
     for epoch in range(EPOCHS):
-        for k in range(math.ceil(len(rows) / BATCH)):
-            places = batches.epoch_batch(len(rows), BATCH, seed, epoch, k)
+        order = batches.permutation(len(rows), seed, epoch, stream=0)
+        for places in order.split(BATCH):
             batch = batches.take(tokens, places)
             weights = torch.ones(len(batch), device=model.device)
             descend(model, theta, optimizer, [], batch, weights, 1.0, clip=1, micro_batch=8)

@@ -72,10 +72,8 @@ def win_rates(args):
     files = list(itertools.chain.from_iterable(files_of.values()))
     first = files[0].parent
     base = first.with_name("answers-base.json")
-    generate = ["eval.py", "winrate", "generate"]
-    generate += ["--prompts", prompts]
-    generate += ["--max-new-tokens", str(args.tokens)]
-    generate += ["--out"]
+    generate = ["eval.py", "winrate", "generate", "--prompts", prompts]
+    generate += ["--max-new-tokens", str(args.tokens), "--out"]
     answers = {base: [*generate, str(base), "--base", str(first)]}
     verdicts = {}
     for file in files:
@@ -83,8 +81,7 @@ def win_rates(args):
         answers[out] = [*generate, str(out), str(file.parent)]
         if not on_toy:
             judge = ["eval.py", "winrate", "judge", str(out)]
-            judge += ["--reference", str(base)]
-            judge += ["--out", str(judged)]
+            judge += ["--reference", str(base), "--out", str(judged)]
             verdicts[judged] = [*judge, *args.judge]
     run_each(args, answers)
     run_each(args, verdicts)

@@ -142,7 +142,7 @@ def picked(rows, positions, convert):
 # --- finding and building -------------------------------------------------------------------------
 
 
-def source_rows(hub, pattern, folder, cache):
+def hub_rows(hub, pattern, folder, cache):
     """The rows of a hub data set's files: downloaded, or of copies below `folder`/owner/name."""
     import datasets
 
@@ -164,7 +164,7 @@ def build(name, folder="", out=FOLDER):
     target = Path(out) / f"{name}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as cache:
-        levels = [source_rows(*source, folder, cache) for source in sources]
+        levels = [hub_rows(*source, folder, cache) for source in sources]
         rows = itertools.chain.from_iterable(recipe(*levels))
         bar = tqdm(rows, desc=f"building {name}", unit=" rows", delay=3)
         try:

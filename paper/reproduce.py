@@ -49,7 +49,7 @@ def ranking_figure(args):
         results[method] = [top_lengths(Run(file.parent)) for file in files]
     epochs = list(next(iter(results.values()))[0])
     print("\nmean response length (tokens) of the top 10 % by weight")
-    show(args, results, dict(zip(epochs, epochs, strict=True)))
+    show(args, results, {epoch: epoch for epoch in epochs})
     draw(Path("results") / f"{args.name}_ranking.png", results, epochs)
 
 
