@@ -91,6 +91,8 @@ def compare_selectors(args):
 
 def scores_of(file, score):
     """The ranking metrics, by kind of fault, of a function of the rows; higher is better."""
+    import torch
+
     rows = utils.read_jsonl(file)
     if any("bad" not in row for row in rows):
         raise UserError(
@@ -98,7 +100,8 @@ def scores_of(file, score):
         )
     bad = [row["bad"] for row in rows]
     kinds = [row.get("kind") or "bad" for row in rows]
-    return ranking_metrics([score(row) for row in rows], bad, kinds)
+    scores = [score(row) for row in rows]
+    return ranking_metrics(torch.tensor(scores, dtype=torch.float64), bad, kinds)
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------
