@@ -26,49 +26,32 @@ from evaluation import (
     trusted,
     winrate,
 )
-from evaluation.runs import Run
 from runtime import command
 
 
-def runs_of(args):
-    return [Run(folder) for folder in args.runs]
+def add_command(commands, name, call, reads=None):
+    """A command that reads a "run", several "runs" or neither.
 
-
-def run_report(args):
-    """One self-contained HTML page."""
-    print(report.write_report(runs_of(args), args.out, args.row_tests))
-
-
-def run_keep(args):
-    """Re-threshold a ranking: kept.jsonl for --keep of training."""
-    print(rankings.rethreshold(args.run, args.keep_fraction, args.out, args.by))
-
-
-def run_ranking(args):
-    """The top and bottom tenth of the rows over the epochs."""
-    rankings.print_rankings(runs_of(args))
-
-
-def add_command(commands, name, call, several=False):
-    """A command of one or several runs; returns the function that adds its flags."""
+    Returns the function that adds its flags.
+    """
     text = call.__doc__.splitlines()[0]
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(call=call)
-    if several:
+    if reads == "runs":
         parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    else:
+    elif reads == "run":
         parser.add_argument("run", metavar="RUN", help="run folder, or a file of it")
     return parser.add_argument
 
 
 def add_readers(commands):
     """The commands that read the files of runs."""
-    add = add_command(commands, "compare", comparison.run_compare, several=True)
+    add = add_command(commands, "compare", comparison.run_compare, "runs")
     add("--json", help="also write the numbers, intervals included")
-    add = add_command(commands, "report", run_report, several=True)
+    add = add_command(commands, "report", report.run_report, "runs")
     add("--out", help="the page (report.html in the run, or in the folder of several)")
     add("--row-tests", metavar="RANKING", help="a ranking with reasons, by row_tests")
-    add = add_command(commands, "keep", run_keep)
+    add = add_command(commands, "keep", rankings.run_keep, "run")
     add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
     add(
         "--by",
@@ -77,7 +60,7 @@ def add_readers(commands):
         help="a column (rank); large is good, but small in ranks, losses and row tests",
     )
     add("--out", help="file to write (kept.jsonl in a run, else NAME.kept.jsonl)")
-    add = add_command(commands, "export", export.run_export)
+    add = add_command(commands, "export", export.run_export, "run")
     add(
         "--lower",
         nargs="+",
@@ -99,15 +82,12 @@ def add_readers(commands):
     )
     add("--seed", type=int, default=0, help="of --resample (0)")
     add("--out", help="file to write (NAME.FORMAT.jsonl beside the ranking)")
-    add_command(commands, "ranking", run_ranking, several=True)
+    add_command(commands, "ranking", rankings.run_ranking, "runs")
 
 
 def add_trusted(commands):
     """The command that looks at data before any run."""
-    text = trusted.run_trusted.__doc__.splitlines()[0]
-    parser = commands.add_parser("trusted", help=text, description=text)
-    parser.set_defaults(call=trusted.run_trusted)
-    add = parser.add_argument
+    add = add_command(commands, "trusted", trusted.run_trusted)
     for level, what in (("lower", "noisy"), ("upper", "trusted")):
         add(f"--{level}", nargs="+", required=True, help=f"{what} rows, as in training")
         add(f"--{level}-columns", help="names of unknown columns, as in training")
@@ -119,9 +99,9 @@ def add_trusted(commands):
 
 def add_models(commands):
     """The commands that load the model of a run."""
-    add = add_command(commands, "losses", losses.run_losses)
+    add = add_command(commands, "losses", losses.run_losses, "run")
     add("--rows", help="file, folder or hub name of rows instead of the run's own sets")
-    add = add_command(commands, "qa", qa.run_qa)
+    add = add_command(commands, "qa", qa.run_qa, "run")
     add(
         "--tasks",
         default="arc_easy,arc_challenge,openbookqa,piqa,winogrande",
@@ -132,13 +112,44 @@ def add_models(commands):
     add("--batch-size", type=int, default=8)
     add("--base", action="store_true", help="the run's base model instead")
     add("--out", help="also write the numbers as json")
-    add = add_command(commands, "answers", answers.print_answers, several=True)
+    add = add_command(commands, "answers", answers.print_answers, "runs")
     add("--prompt", action="append", default=[], help="a prompt; may be repeated")
     add("--prompts", help="file of prompts (json or jsonl with instruction or prompt)")
     add("--max-new-tokens", type=int, default=256)
     add("--out", help="write the text here instead of printing it")
+
+
+def add_winrate(commands):
+    """The three steps of the win rate, a command each."""
     text = "win rate against a reference: generate, judge, rate"
-    winrate.add_commands(commands.add_parser("winrate", help=text, description=text))
+    parser = commands.add_parser("winrate", help=text, description=text)
+    steps = parser.add_subparsers(dest="winrate_command", required=True)
+    add = add_command(steps, "generate", winrate.generate_outputs)
+    add("model", metavar="RUN|MODEL")
+    add("--prompts", required=True, help="json or jsonl with instruction (or prompt)")
+    add("--out", required=True)
+    add(
+        "--base",
+        action="store_true",
+        help="the run's base model: the paper's reference",
+    )
+    add("--max-new-tokens", type=int, default=512)
+    add = add_command(steps, "judge", winrate.judge_outputs)
+    add("outputs")
+    add("--reference", required=True, help="outputs of the model to compare with")
+    add("--out", required=True, help="annotations file")
+    add(
+        "--judge",
+        required=True,
+        help="the judge's name at the endpoint (key: OPENAI_API_KEY)",
+    )
+    add("--url", help="an OpenAI-compatible address, up to /v1 (default: OpenAI's)")
+    add(
+        "--estimate",
+        action="store_true",
+        help="print how much would be asked, and stop",
+    )
+    add_command(steps, "rate", winrate.rate)("annotations")
 
 
 def parse_args(argv=None):
@@ -147,6 +158,7 @@ def parse_args(argv=None):
     add_readers(commands)
     add_trusted(commands)
     add_models(commands)
+    add_winrate(commands)
     return parser.parse_args(argv)
 
 

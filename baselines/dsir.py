@@ -35,11 +35,11 @@ def bucket(ngram, num_buckets):
 
 
 def ngram_buckets(text, num_buckets):
-    """Buckets of a text's unigrams and then of its bigrams, int64, and how many words it has."""
+    """Buckets of a text's unigrams and then of its bigrams, int64."""
     words = WORDS.findall(text.lower())
     bigrams = [f"{first} {second}" for first, second in itertools.pairwise(words)]
     buckets = [bucket(ngram, num_buckets) for ngram in words + bigrams]
-    return np.array(buckets, np.int64), len(words)
+    return np.array(buckets, np.int64)
 
 
 class RowTexts:
@@ -60,8 +60,7 @@ def log_probabilities(texts):
     """log (share + 1e-8) of the buckets among the n-grams of all texts, (NUM_BUCKETS,)."""
     counts = np.zeros(NUM_BUCKETS)
     for text in tqdm(texts, desc="dsir: n-grams", unit=" rows", mininterval=1):
-        buckets, _ = ngram_buckets(text, NUM_BUCKETS)
-        np.add.at(counts, buckets, 1)
+        np.add.at(counts, ngram_buckets(text, NUM_BUCKETS), 1)
     if not counts.any():
         raise UserError("dsir: no row of one of the levels holds a word")
     return np.log(counts / counts.sum() + 1e-8)
@@ -76,8 +75,7 @@ def dsir_log_weights(lower, upper):
     difference = log_probabilities(upper) - log_probabilities(lower)
     weights = []
     for text in tqdm(lower, desc="dsir: weights", unit=" rows", mininterval=1):
-        buckets, words = ngram_buckets(text, NUM_BUCKETS)
-        weights.append(difference[buckets].cumsum()[-1] if words else 0.0)
+        weights.append(difference[ngram_buckets(text, NUM_BUCKETS)].sum())
     return np.array(weights)
 
 

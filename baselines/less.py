@@ -103,11 +103,9 @@ def unit_gradients(model, theta, rows, micro_batch, label, adam=None):
 
     adam: (m, v) for lower rows, whose gradient becomes Adam's step; None for upper rows.
     """
-    starts = range(0, len(rows), micro_batch)
-    for start in tqdm(starts, desc=f"less: {label}", mininterval=1):
-        stop = min(start + micro_batch, len(rows))
-        block = batches.take(rows, range(start, stop))
-        vectors = row_gradients(model, theta, block)
+    blocks = torch.arange(len(rows)).split(micro_batch)
+    for places in tqdm(blocks, desc=f"less: {label}", mininterval=1):
+        vectors = row_gradients(model, theta, batches.take(rows, places))
         if adam is not None:
             vectors = adam_direction(vectors, *adam)
         norms = vectors.norm(dim=1, keepdim=True)
@@ -140,13 +138,15 @@ def train_warm_up(args, model, theta, rows, work):
     for epoch, file in enumerate(files):
         order = chosen[batches.permutation(count, args.seed, epoch, stream=5)]
         rates = []
-        for k in tqdm(range(steps), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"):
-            step = epoch * steps + k
+        groups = tqdm(
+            order.split(args.batch), desc=f"less: warm-up, epoch {epoch + 1}", unit="step"
+        )
+        for step, places in enumerate(groups, epoch * steps):
             falling = (total - step) / max(1, total - rising)
             growing = (step + 1) / (rising + 1)
             rates.append(args.lr * min(growing, falling))
             optimizer.param_groups[0]["lr"] = rates[-1]
-            members = batches.take(rows, order[k * args.batch :][: args.batch])
+            members = batches.take(rows, places)
             train_offline.descend(
                 model,
                 theta,
@@ -165,13 +165,11 @@ def train_warm_up(args, model, theta, rows, work):
 def checkpoint(theta, optimizer, rates):
     """{theta, m, v: (P,), lr: (1,)} after an epoch of these learning rates."""
     states = [optimizer.state[parameter] for parameter in theta]
-    weights = [parameter.detach().flatten() for parameter in theta]
-    m = [state["exp_avg"].flatten() for state in states]
-    v = [state["exp_avg_sq"].flatten() for state in states]
+    vector = torch.nn.utils.parameters_to_vector
     return {
-        "theta": torch.cat(weights).cpu(),
-        "m": torch.cat(m).cpu(),
-        "v": torch.cat(v).cpu(),
+        "theta": vector(theta).detach().cpu(),
+        "m": vector(state["exp_avg"] for state in states).cpu(),
+        "v": vector(state["exp_avg_sq"] for state in states).cpu(),
         "lr": torch.tensor([sum(rates) / len(rates)], dtype=torch.float64),
     }
 

@@ -54,13 +54,10 @@ def ifd_ratios(model, rows):
     tokens = batches.tokens_only(rows)
     blank = blank_prompt(rows)
     alone = []
-    for start in range(0, len(rows), ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, len(rows))
-        block = batches.take(tokens, range(start, stop))
+    for places in torch.arange(len(rows)).split(ROWS_AT_ONCE):
         answers = []
-        for row in block:
-            response = batches.response_of(row)
-            answers.append(behind_blank(model, blank, response))
+        for row in batches.take(tokens, places):
+            answers.append(behind_blank(model, blank, batches.response_of(row)))
         losses, _ = row_losses(model, answers, label="ifd: behind the blank prompt")
         alone.append(losses.double())
     return given.double() / torch.cat(alone).clamp_min(1e-6)

@@ -27,13 +27,20 @@ def positive(text):
     return number
 
 
-def add_measured(add):
-    add("--json", help="save settings and results here")
-    add("--rounds", type=positive, default=7, help="timed calls of every variant (7)")
+def parse_args(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Speed and memory, with a peer or a floor beside every figure.",
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True)
 
+    def measured(name, text):
+        add = commands.add_parser(name, help=text).add_argument
+        add("--json", help="save settings and results here")
+        add("--rounds", type=positive, default=7, help="timed calls of every variant (7)")
+        return add
 
-def add_logprob(add):
-    add_measured(add)
+    add = measured("logprob", "head and log-probs")
     add(
         "--sizes",
         type=positive,
@@ -41,10 +48,7 @@ def add_logprob(add):
         metavar=("T", "D", "V"),
         help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)",
     )
-
-
-def add_step(add):
-    add_measured(add)
+    add = measured("step", "a training step")
     add("--model", choices=SHAPES, help="random weights of this shape (the embedded toy)")
     add("--batch", type=positive, help="rows of each level a step (CUDA: 32, CPU: 8)")
     add(
@@ -53,19 +57,14 @@ def add_step(add):
         default=8,
         help="rows of each level a forward (8)",
     )
-    add("--gradient-checkpointing", action="store_true")
-
-
-def add_table2(add):
-    add_measured(add)
+    add = measured("table2", "the paper's runtime table")
     add(
         "--model",
         choices=SHAPES,
         help="the shape that is measured (CUDA: pythia-1b and llama3-8b; CPU: none)",
     )
-
-
-def add_gpu(add):
+    text = "all that needs a GPU; may be cut short"
+    add = commands.add_parser("gpu", help=text).add_argument
     add(
         "--out",
         default="gpu-results",
@@ -78,24 +77,6 @@ def add_gpu(add):
         help="of this call; what is not done is left to the next (9)",
     )
     add("--rehearse", action="store_true", help="every part at tiny sizes, on the CPU")
-
-
-BENCHMARKS = {  # name: (what it measures, its flags)
-    "logprob": ("head and log-probs", add_logprob),
-    "step": ("a training step", add_step),
-    "table2": ("the paper's runtime table", add_table2),
-    "gpu": ("all that needs a GPU; may be cut short", add_gpu),
-}
-
-
-def parse_args(argv):
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="Speed and memory, with a peer or a floor beside every figure.",
-    )
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, (text, add_flags) in BENCHMARKS.items():
-        add_flags(commands.add_parser(name, help=text).add_argument)
     # The words are saved for others, to whom this machine's folders say nothing.
     words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
     return parser.parse_args(argv, argparse.Namespace(words=" ".join(words)))

@@ -7,11 +7,11 @@ package, or the result of another part, fails; the next call tries it again.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from benchmarks import logprob, table2
 from benchmarks.gpu_results import known_of, part_file
-from benchmarks.shapes import load_shape, work_of
-from benchmarks.step import Steps, compare_steps, step_table
+from benchmarks.step import step_table
 from utils import UserError
 
 
@@ -29,23 +29,14 @@ class Part:
     table: Callable
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured: log-probs at (T, d, V), shapes of models, rounds of each."""
-
-    heads: tuple
-    shapes: tuple
-    head_rounds: int
-    step_rounds: int
-
-
-FULL = Sizes(
+# What is measured: log-probs at (T, d, V), shapes of models, rounds of each.
+FULL = SimpleNamespace(
     heads=(logprob.CUDA_SIZES, (4096, 4096, 128256), (4096, 2048, 50304)),
     shapes=("llama3-8b", "pythia-1b"),
     head_rounds=9,
     step_rounds=3,
 )
-TINY = Sizes(
+TINY = SimpleNamespace(
     heads=((33, 16, 1003), (16, 16, 300)),
     shapes=("tiny",),
     head_rounds=1,
@@ -62,32 +53,16 @@ def run_heads(sizes, rounds, peers=False):
     return logprob.compare_heads(sizes, rounds, peers)
 
 
-def run_steps(shape, rounds, checkpointing):
-    work = work_of(shape)
-    model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
-    return compare_steps(
-        Steps(model, lower, upper, work.batch, work.micro_batch), table2.GROUPS
-    )
-
-
 def run_hours(folder, shape):
     """The runtime table: the steps are another part's, answers are timed here."""
     content = known_of(part_file(folder, steps_name(shape)))
     if "result" not in content:
         raise UserError(f"{steps_name(shape)} is not measured yet")
-    work = work_of(shape)
-    model, rows, _ = load_shape(shape, work.answers)
-    speed = table2.answer_speed(model, rows, work)
-    hours = table2.hours_of(shape, content["result"], speed["seconds_per_answer"])
+    speed, hours = table2.extrapolate(shape, content["result"])
     return {"answers": speed, "hours": table2.beside_published({shape: hours})}
 
 
 # --- the parts ------------------------------------------------------------------------------------
-
-
-def heads_name(sizes):
-    length, width, vocabulary = sizes
-    return f"log-probs, T {length}, d {width}, V {vocabulary}"
 
 
 def steps_name(shape):
@@ -103,14 +78,14 @@ def parts_of(sizes, folder):
     call = functools.partial
 
     def heads(size, peers=False):
-        name = heads_name(size)
+        name = "log-probs, T {}, d {}, V {}".format(*size)
         if peers:
             name += ", with other libraries"
         measure = call(run_heads, size, sizes.head_rounds, peers)
         return Part(name, 120, measure, logprob.head_table)
 
     def steps(name, *arguments):
-        measure = call(run_steps, *arguments)
+        measure = call(table2.measure_steps, *arguments)
         return Part(name, 300, measure, step_table)
 
     shapes, rounds = sizes.shapes, sizes.step_rounds

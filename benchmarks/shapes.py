@@ -73,14 +73,6 @@ def work_of(shape):
     return TINY_WORK if shape == "tiny" else Work()
 
 
-def shape_config(name):
-    """The configuration of transformers for one of SHAPES."""
-    from transformers import AutoConfig
-
-    kind, options = SHAPES[name]
-    return AutoConfig.for_model(kind, **options)
-
-
 def shaped_model(config, device):
     """A causal LM with random weights and packed attention, made on the device."""
     from transformers import AutoModelForCausalLM
@@ -102,26 +94,24 @@ def random_rows(count, mean, vocabulary, seed):
     for _ in range(count):
         length = round(mean * rng.lognormvariate(-0.18, 0.6))
         length = min(2048, max(16, length))
-        prompt = length // 2
-        rows.append(
-            {
-                "input_ids": [rng.randrange(vocabulary) for _ in range(length)],
-                "trained": [0] * prompt + [1] * (length - prompt),
-            }
-        )
+        ids = [rng.randrange(vocabulary) for _ in range(length)]
+        rows.append(batches.answer_row(ids[: length // 2], ids[length // 2 :]))
     return rows
 
 
 def load_shape(name, count, checkpointing=False):
     """(model of one of SHAPES with LoRA, lower rows, upper rows), random, `count` rows a level."""
-    config, work = shape_config(name), work_of(name)
+    from transformers import AutoConfig
+
+    kind, options = SHAPES[name]
+    config, work = AutoConfig.for_model(kind, **options), work_of(name)
     lower = random_rows(count, work.lower_tokens, config.vocab_size, seed=0)
     upper = random_rows(count, work.upper_tokens, config.vocab_size, seed=1)
     base = shaped_model(config, pick_device())
     return models.add_lora(base, checkpointing=checkpointing), lower, upper
 
 
-def load_toy(count, checkpointing=False):
+def load_toy(count):
     """The same of the embedded toy."""
     source = str(corpus.MODEL)
     tokenizer = models.load_tokenizer(source)
@@ -136,4 +126,4 @@ def load_toy(count, checkpointing=False):
             copies = math.ceil(count / len(rows))
             levels.append((rows * copies)[:count])
     base = models.load_model(source, pick_device())
-    return models.add_lora(base, checkpointing=checkpointing), *levels
+    return models.add_lora(base), *levels

@@ -19,7 +19,7 @@ import torch
 import models
 import train_offline
 import train_online
-from batches import row_losses
+from batches import count_tokens, row_losses
 from benchmarks.measure import (
     installed,
     mebibytes,
@@ -105,10 +105,8 @@ class Steps:
         """lower, upper: as many rows each. batch: of each level a step."""
         self.model, self.lower, self.upper = model, lower, upper
         self.micro_batch = micro_batch
-        order = torch.randperm(
-            len(lower), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        self.batches = [order[i : i + batch] for i in range(0, len(order), batch)]
+        order = torch.randperm(len(lower), generator=torch.Generator().manual_seed(0))
+        self.batches = order.split(batch)
         self.theta = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.theta, lr=0.0)
         self.selector = Selector(len(lower), lr=0.0, device=model.device)
@@ -144,7 +142,7 @@ class Steps:
 
     def bilevel(self, next_theta, turn):
         """next_theta: whether omega reads the loss at theta^{k+1}, else at theta^k."""
-        places = torch.tensor(self.batches[turn])
+        places = self.batches[turn]
         losses, loss = self.descend(turn, self.selector.weights(places))
         if next_theta:
             losses, _ = row_losses(self.model, self.rows(turn)[0])
@@ -163,7 +161,7 @@ class Steps:
                 answers.append(train_online.Answers([row] * group, old))
             else:
                 answers.append(train_online.Answers([row]))
-        weights = self.selector.weights(torch.tensor(places))
+        weights = self.selector.weights(places)
         before = train_online.descend(
             self.model,
             self.theta,
@@ -177,13 +175,13 @@ class Steps:
             ratio="sequence",
         )
         after = train_online.answer_losses(self.model, answers)
-        self.selector.step(torch.tensor(places), after, GAMMA)
+        self.selector.step(places, after, GAMMA)
         loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.weighted).mean()
         return loss.item()
 
     def two_padded(self, turn):
         lower, upper = self.rows(turn)
-        weights = self.selector.weights(torch.tensor(self.batches[turn]))
+        weights = self.selector.weights(self.batches[turn])
         total = 0.0
         for start in range(0, len(lower), self.micro_batch):
             part = slice(start, start + self.micro_batch)
@@ -225,11 +223,11 @@ class Variant:
 
     def tokens(self, steps, turn):
         """Tokens that a step trains on; G answers to a masked row are G - 1 rows more."""
-        return self.lower_tokens(steps, turn) + tokens_in(steps.rows(turn)[1])
+        return self.lower_tokens(steps, turn) + count_tokens(steps.rows(turn)[1])
 
     def lower_tokens(self, steps, turn):
         lower, _ = steps.rows(turn)
-        return tokens_in(lower) + (self.answers - 1) * tokens_in(masked_rows(lower))
+        return count_tokens(lower) + (self.answers - 1) * count_tokens(masked_rows(lower))
 
     def floor(self, steps, turn):
         """The step's matrix products as a multiple of plain SFT's."""
@@ -237,11 +235,7 @@ class Variant:
         if self.scored:
             work += self.lower_tokens(steps, turn) / 2
         lower, upper = steps.rows(turn)
-        return work / tokens_in(lower + upper)
-
-
-def tokens_in(rows):
-    return sum(len(row["input_ids"]) for row in rows)
+        return work / count_tokens(lower + upper)
 
 
 def variants_of(steps, groups=(1,)):
@@ -344,15 +338,15 @@ def bench_step(args):
     batch = args.batch or (32 if pick_device().type == "cuda" else 8)
     count = batch * args.rounds
     if args.model is None:
-        model, lower, upper = load_toy(count, args.gradient_checkpointing)
+        model, lower, upper = load_toy(count)
     else:
-        model, lower, upper = load_shape(args.model, count, args.gradient_checkpointing)
+        model, lower, upper = load_shape(args.model, count)
     steps = Steps(model, lower, upper, batch, args.micro_batch)
     results = compare_steps(steps)
     settings = {
         "rows of each level": batch,
         "micro batch": args.micro_batch,
-        "mean tokens a step": tokens_in(lower + upper) // args.rounds,
+        "mean tokens a step": count_tokens(lower + upper) // args.rounds,
         "rounds": args.rounds,
     }
     store_and_print(args, settings, results, *step_table(results))

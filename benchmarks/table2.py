@@ -29,7 +29,7 @@ ASSUMED = (
 
 
 def answer_speed(model, rows, work):
-    """Seconds and tokens/s of answers of full length to the rows' prompts, all at a time.
+    """Seconds an answer and tokens/s, of full length, to the rows' prompts, all at a time.
 
     Random weights hardly ever draw the one token that ends an answer.
     """
@@ -53,9 +53,6 @@ def answer_speed(model, rows, work):
     seconds = clock() - started
     tokens = sum(len(answer) for answer, _ in written)
     return {
-        "seconds": seconds,
-        "answers": len(written),
-        "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "seconds_per_answer": seconds / len(written),
     }
@@ -88,15 +85,20 @@ def hours_of(shape, steps, seconds_per_answer):
     return hours
 
 
-def extrapolate(shape, rounds):
-    """{method: hours} for one of SHAPES, from steps and answers measured here and now."""
+def measure_steps(shape, rounds, checkpointing=False):
+    """What `compare_steps` returns of one of SHAPES and of GROUPS."""
     work = work_of(shape)
-    model, lower, upper = load_shape(shape, work.batch * rounds)
-    measured = Steps(model, lower, upper, work.batch, work.micro_batch)
-    steps = compare_steps(measured, GROUPS)
-    rows = (lower * work.answers)[: work.answers]
+    model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
+    steps = Steps(model, lower, upper, work.batch, work.micro_batch)
+    return compare_steps(steps, GROUPS)
+
+
+def extrapolate(shape, steps):
+    """(speed of answers, measured here and now, {method: hours}) for one of SHAPES."""
+    work = work_of(shape)
+    model, rows, _ = load_shape(shape, work.answers)
     speed = answer_speed(model, rows, work)
-    return hours_of(shape, steps, speed["seconds_per_answer"])
+    return speed, hours_of(shape, steps, speed["seconds_per_answer"])
 
 
 def beside_published(measured):
@@ -133,7 +135,10 @@ def bench_table2(args):
         shapes = [args.model]
     elif pick_device().type == "cuda":
         shapes = list(PUBLISHED_ROWS)
-    results = beside_published({shape: extrapolate(shape, args.rounds) for shape in shapes})
+    measured = {}
+    for shape in shapes:
+        _, measured[shape] = extrapolate(shape, measure_steps(shape, args.rounds))
+    results = beside_published(measured)
     settings = {"epochs": EPOCHS, "K_gen": K_GEN, "rounds": args.rounds}
     store_and_print(args, settings, results, *hours_table(results))
     print(ASSUMED)

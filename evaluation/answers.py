@@ -18,19 +18,18 @@ def answer_prompts(names, prompts, max_new_tokens):
     """
     answers = {}
     for name in names:
-        model, tokenizer, run = load_trained(name)
-        title, template = str(name), None
+        trained = load_trained(name)
+        model, _, run = trained
+        title = str(name)
         if run is not None:
-            title, template = run.name, run.args.template
+            title = run.name
             base = f"base {run.args.model}"
             if base not in answers:
                 with model.disable_adapter():
-                    answers[base] = respond(
-                        model, tokenizer, prompts, max_new_tokens, template
-                    )
+                    answers[base] = respond(trained, prompts, max_new_tokens)
         if title in answers:
             title = str(Path(name).absolute())
-        answers[title] = respond(model, tokenizer, prompts, max_new_tokens, template)
+        answers[title] = respond(trained, prompts, max_new_tokens)
     return answers
 
 

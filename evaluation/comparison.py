@@ -89,9 +89,8 @@ def same_data(one, two, name):
         return True
     if source_of(one, name) != source_of(two, name):
         return False
-    if name == "lower" and getattr(one.args, "keep", None) != getattr(
-        two.args, "keep", None
-    ):
+    kept = {getattr(run.args, "keep", None) for run in (one, two)}
+    if name == "lower" and len(kept) > 1:
         return True
     return one.args.seed != two.args.seed and drawn_by_seed(one, name)
 
@@ -112,9 +111,9 @@ def check_same_data(runs):
 
 def student_t(freedom):
     """The 97.5 % quantile of Student's t, to 1e-3: exact for 1-6, else Cornish and Fisher."""
-    exact = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469}
-    if freedom in exact:
-        return exact[freedom]
+    exact = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469)
+    if freedom <= len(exact):
+        return exact[freedom - 1]
     return 1.95996 + 2.37227 / freedom + 2.82250 / freedom**2 + 2.55585 / freedom**3
 
 
@@ -126,33 +125,37 @@ def mean_and_interval(values):
     """
     n = len(values)
     mean = statistics.fmean(values)
-    if n == 1:
-        return {"mean": mean, "std": None, "low": None, "high": None, "n": n}
-    std = statistics.stdev(values)
-    half = student_t(n - 1) * std / math.sqrt(n)
-    return {"mean": mean, "std": std, "low": mean - half, "high": mean + half, "n": n}
+    std = low = high = None
+    if n > 1:
+        std = statistics.stdev(values)
+        half = student_t(n - 1) * std / math.sqrt(n)
+        low, high = mean - half, mean + half
+    return {"mean": mean, "std": std, "low": low, "high": high, "n": n}
 
 
 def final_metrics(run):
     """The result of a run with what `eval.py losses` measured: {name: figure}."""
-    values = dict(read_result(run.folder))
-    for key in (*COLUMNS, *PER_TOKEN):
-        if key in run.extra:
-            values[key] = run.extra[key]
-    if "weight_unmasked/auroc" in values:
-        # Masked rows were judged by their generated answers: labels fit the unmasked rows alone.
-        for key in list(values):
-            if "_unmasked/" in key:
-                values[key.replace("_unmasked/", "/")] = values[key]
-    return values
+    return prefer_unmasked(read_result(run.folder) | run.extra)
 
 
-def comparable_metrics(run):
-    """`final_metrics` without what compares with no other run: the AUROC of a --keep's rows."""
-    values = final_metrics(run)
-    if getattr(run.args, "keep", None):
-        return {key: value for key, value in values.items() if not key.endswith("auroc")}
-    return values
+def prefer_unmasked(result):
+    """A result with the ranking metrics of unmasked rows in place of all rows'.
+
+    Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
+    fault that no unmasked row has is left out.
+    """
+    unmasked = {key: value for key, value in result.items() if "_unmasked/" in key}
+    if not unmasked:
+        return result
+    kept = {key: value for key, value in result.items() if not is_ranking_metric(key)}
+    for key, value in unmasked.items():
+        kept[key.replace("_unmasked/", "/")] = value
+    return kept
+
+
+def is_ranking_metric(key):
+    """Whether a key of result.json is about the order of the rows."""
+    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
 
 
 def experiment_of(run):
@@ -187,8 +190,10 @@ def comparison_rows(runs):
             name = str(members[0].folder)
         names.append(name)
         row = {"name": name, "n": len(members)}
-        finals = [comparable_metrics(run) for run in members]
+        finals = [final_metrics(run) for run in members]
         for key in (*COLUMNS, *PER_TOKEN):
+            if key.endswith("auroc") and getattr(members[0].args, "keep", None):
+                continue  # of kept rows alone, which compares with no other run
             values = [final[key] for final in finals if final.get(key) is not None]
             if values:
                 row[key] = mean_and_interval(values)

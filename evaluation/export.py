@@ -49,6 +49,11 @@ def exported_lines(lines, layout, every):
     return [line for line in lines if every or line["kept"] or is_rewritten(line)]
 
 
+def new_answer(line):
+    """The new answer that a line of a ranking recommends, else None."""
+    return line["refined"] if is_rewritten(line) else None
+
+
 def mean_one_weights(lines):
     """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none."""
     if "weight" not in lines[0]:
@@ -124,8 +129,7 @@ def exported_row(line, row, layout):
     Prompt and completion are lists of messages, since trainers join two texts without a space
     between them. Only alpaca has no turns and takes a transcript.
     """
-    answer = line["refined"] if is_rewritten(line) else None
-    messages = conversation({"messages": row.messages}, answer)
+    messages = conversation({"messages": row.messages}, new_answer(line))
     prompt, last = messages[:-1], messages[-1:]
     if layout == "alpaca":
         output = last[0]["content"]
@@ -142,9 +146,9 @@ def mixer_table(lines, chosen, weights):
     """Print what each source gives: rows of the ranking, kept and written ones, and its share."""
     rows = Counter(line["source"] for line in lines)
     kept = Counter(line["source"] for line in lines if line["kept"])
-    exported, shares = Counter(), Counter()
+    exported = Counter(line["source"] for line in chosen)
+    shares = Counter()
     for line, weight in zip(chosen, weights.tolist(), strict=True):
-        exported[line["source"]] += 1
         shares[line["source"]] += weight / len(chosen)
     table = [[name, rows[name], kept[name], exported[name], shares[name]] for name in rows]
     show_table(["source", "rows", "kept", "exported", "share of the weight"], table)
@@ -160,16 +164,12 @@ def run_export(args):
         path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
     out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
     files = names_of(args.lower)
-    run_args = {}
-    if path.with_name("config.json").exists():
-        run_args = read_config(path.parent)["args"]
     lines = read_ranking(path)
     if "source" not in lines[0]:
         raise UserError(f"{path}: names no source, as older versions wrote it; rank again")
     with reading(path):
         sources = {line["source"] for line in lines}
-    check_output(out, path, path.parent, *files, *sources)
-    with reading(path):
+        check_output(out, path, path.parent, *files, *sources)
         chosen = exported_lines(lines, args.format, args.all)
         if not chosen:
             raise UserError(
@@ -178,7 +178,9 @@ def run_export(args):
             )
         weights = mean_one_weights(chosen)
     copies = copies_of(weights, args.seed).tolist()
-    columns = args.lower_columns or run_args.get("lower_columns")
+    columns = args.lower_columns
+    if columns is None and path.with_name("config.json").exists():
+        columns = read_config(path.parent)["args"].get("lower_columns")
     rows, flattened = [], 0
     for place, row in source_rows(chosen, columns, files):
         exported = exported_row(chosen[place], row, args.format)

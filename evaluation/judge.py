@@ -4,11 +4,10 @@ A verdict is one number in [1, 2]: 1 the first answer is better, 2 the second is
 pair is judged in both orders, because judges favour a position. Verdicts are kept on disk.
 """
 
+import contextlib
 import json
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -37,39 +36,36 @@ FILLER = re.compile(
 )
 
 
-class Endpoint:
-    """A judge behind an OpenAI-compatible address, through the package `openai`.
+def connect(name, url=None):
+    """A judge behind an OpenAI-compatible address, through the package `openai`: a function.
 
     The package reads the key from OPENAI_API_KEY and, without a url, the address from
     OPENAI_BASE_URL. It waits and asks again where that helps.
     """
+    try:
+        import openai
+    except ImportError:
+        raise UserError("the package openai is not installed: pip install openai") from None
+    try:
+        client = openai.OpenAI(base_url=url)
+    except openai.OpenAIError as error:  # no key
+        raise UserError(f"--judge: {first_line(error)}") from None
 
-    def __init__(self, name, url=None):
-        try:
-            import openai
-        except ImportError:
-            raise UserError(
-                "the package openai is not installed: pip install openai"
-            ) from None
-        self.name, self.error = name, openai.OpenAIError
-        try:
-            self.client = openai.OpenAI(base_url=url)
-        except openai.OpenAIError as error:  # no key
-            raise UserError(f"--judge: {first_line(error)}") from None
-
-    def __call__(self, question):
+    def ask(question):
         """(preference for the second answer in [1, 2] or None, the reply or what went wrong)."""
         try:
-            reply = self.client.chat.completions.create(
-                model=self.name,
+            reply = client.chat.completions.create(
+                model=name,
                 messages=[{"role": "user", "content": question}],
                 temperature=0,
                 max_tokens=16,
             )
-        except self.error as error:
+        except openai.OpenAIError as error:
             return None, first_line(error)
         text = reply.choices[0].message.content or ""
         return parse_verdict(text), text
+
+    return ask
 
 
 def parse_verdict(text):
@@ -83,27 +79,15 @@ def parse_verdict(text):
     return {"a": 1.0, "b": 2.0, "tie": 1.5}.get(words[0])
 
 
-class Cache:
-    """Verdicts on disk, a line each, flushed as they come; a half-written line is ignored."""
-
-    def __init__(self, path):
-        self.path, self.known, self.lock = Path(path), {}, threading.Lock()
-        lines = (
-            self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        )
-        for line in lines:
-            try:
-                entry = json.loads(line)
-                self.known[entry["key"]] = float(entry["preference"])
-            except (ValueError, KeyError, TypeError):
-                continue
-
-    def add(self, key, preference, reply):
-        line = json.dumps({"key": key, "preference": preference, "reply": reply})
-        with self.lock, open(self.path, "a", encoding="utf-8") as file:
-            # A kill may have left half a line: start on a new one, empty lines are skipped.
-            file.write(f"\n{line}\n")
-            self.known[key] = preference
+def known_verdicts(path):
+    """{key: preference} of the verdicts on disk, a line each; a half-written line is ignored."""
+    known = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            known[entry["key"]] = float(entry["preference"])
+    return known
 
 
 def questions_of(pair, name):
@@ -124,46 +108,38 @@ def questions_of(pair, name):
     return questions
 
 
-def open_questions(pairs, name, cache):
-    """{key: question} of all pairs that the cache has no verdict on."""
-    questions = {}
-    for pair in pairs:
-        questions |= questions_of(pair, name)
-    return {key: text for key, text in questions.items() if key not in cache.known}
-
-
-def ask_all(questions, judge, cache):
+def ask_all(questions, judge, path):
     """Ask the judge every question, several at a time; returns the problems that it had.
 
-    Each verdict is on disk when it arrives. The first error and Ctrl-C end the waiting at once.
+    Each verdict goes to the file `path` when it arrives. The first error and Ctrl-C end the waiting
+    at once.
     """
     problems = []
-
-    def ask(key):
-        preference, reply = judge(questions[key])
-        if preference is None:
-            problems.append(reply)
-        else:
-            cache.add(key, preference, reply)
-
     pool = ThreadPoolExecutor(PARALLEL)
     try:
-        jobs = [pool.submit(ask, key) for key in questions]
+        jobs = {pool.submit(judge, text): key for key, text in questions.items()}
         for job in tqdm(as_completed(jobs), total=len(jobs), desc="judging", delay=2):
-            job.result()
+            preference, reply = job.result()
+            if preference is None:
+                problems.append(reply)
+                continue
+            verdict = {"key": jobs[job], "preference": preference, "reply": reply}
+            with open(path, "a", encoding="utf-8") as file:
+                # A kill may have left half a line: start on a new one, empty lines are skipped.
+                file.write(f"\n{json.dumps(verdict)}\n")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return problems
 
 
-def fill_in(pairs, name, cache):
+def fill_in(pairs, name, known):
     """Write `annotator` and `preference` into every pair, the mean of its two verdicts.
 
     Equal answers are ties. A pair with a missing verdict keeps None.
     """
     for pair in pairs:
         pair["annotator"] = name
-        verdicts = [cache.known.get(key) for key in questions_of(pair, name)]
+        verdicts = [known.get(key) for key in questions_of(pair, name)]
         if not verdicts:
             pair["preference"] = 1.5
         elif None not in verdicts:

@@ -13,7 +13,8 @@ import utils
 from batches import mean_losses, row_losses
 from data import sets, tokens
 from data.layouts import conversation
-from evaluation.runs import Run, each_curated, is_rewritten, read_json
+from evaluation.export import exported_lines, new_answer
+from evaluation.runs import Run, read_json, read_ranking
 from evaluation.texts import show_table
 from runtime import processes
 from runtime.command import reading
@@ -29,8 +30,11 @@ def is_model(name):
     return not path.is_file() or "model_type" in read_json(path)
 
 
-def load_trained(name):
-    """(model, tokenizer, run) of a run folder with its adapter, or of a base model (run None)."""
+def load_trained(name, base=False):
+    """(model, tokenizer, run) of a run folder with its adapter, or of a base model (run None).
+
+    base: without the run's adapter.
+    """
     device = processes.pick_device()
     if is_model(name):
         return (
@@ -44,7 +48,8 @@ def load_trained(name):
         dtype = trained["dtype"]  # what auto was there: processors differ
     model = models.load_model(run.args.model, device, dtype, run.args.four_bit)
     check_base(run, model)
-    model = models.add_lora(model, adapter=run.folder / "adapter").eval()
+    if not base:
+        model = models.add_lora(model, adapter=run.folder / "adapter").eval()
     return model, models.load_tokenizer(run.args.model), run
 
 
@@ -92,12 +97,8 @@ def refined_rows(run, tokenizer, context):
     curated = run.folder / "curated.jsonl"
     if not curated.exists():
         return None
-    rows = []
-    for entry in each_curated(curated):
-        if is_rewritten(entry):
-            rows.append({"messages": conversation(entry, entry["refined"])})
-        elif entry["kept"]:
-            rows.append({"messages": conversation(entry)})
+    lines = exported_lines(read_ranking(curated), "messages", every=False)
+    rows = [{"messages": conversation(line, new_answer(line))} for line in lines]
     length = min(run.args.max_length, context)
     return tokenised(rows, tokenizer, run.args.template, length)
 
@@ -128,7 +129,7 @@ def sets_of_run(run, tokenizer, context):
 
 
 def rows_of_file(source, args, tokenizer, context):
-    """{"rows": tokenised rows} of a file or hub name, read as the run's arguments say."""
+    """Tokenised rows of a file or hub name, read as the run's arguments say."""
     part, report = tokens.load_rows(
         source,
         tokenizer,
@@ -141,7 +142,7 @@ def rows_of_file(source, args, tokenizer, context):
     print(
         f"{source}: {len(part)} of {report['rows_in_source']} rows{sets.left_out(report)}"
     )
-    return {"rows": part}
+    return part
 
 
 # --- before and after -----------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def run_losses(args):
         model.set_adapter("default")
     context = models.context_length(model.config)
     if args.rows:
-        measured = rows_of_file(args.rows, run.args, tokenizer, context)
+        measured = {"rows": rows_of_file(args.rows, run.args, tokenizer, context)}
     else:
         measured = sets_of_run(run, tokenizer, context)
 

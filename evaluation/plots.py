@@ -85,21 +85,21 @@ def draw_plot(title, caption, curves, xlabel, ylabel):
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-def over_steps(run, key):
-    """(steps counted from one, values) of a metric, over the steps that have it."""
-    rows = [row for row in run.metrics if key in row]
-    return [row["step"] + 1 for row in rows], [row[key] for row in rows]
+def curve_of(run, key, unit):
+    """(steps or epochs counted from one, values) of a metric where it has one; 0: the base model.
 
-
-def over_epochs(run, key):
-    """(epochs, values) of a metric that is measured after an epoch; 0 is the base model."""
-    rows = [row for row in run.metrics if key in row]
-    epochs, values = [row["epoch"] + 1 for row in rows], [row[key] for row in rows]
+    unit: "step" or "epoch".
+    """
+    places, values = [], []
     before = run.extra.get(f"base/{key}")
     if before is not None:
-        epochs.insert(0, 0)
-        values.insert(0, before)
-    return epochs, values
+        places.append(0)
+        values.append(before)
+    for row in run.metrics:
+        if key in row:
+            places.append(row[unit] + 1)
+            values.append(row[key])
+    return places, values
 
 
 def weight_figure(run):
@@ -107,7 +107,7 @@ def weight_figure(run):
     weights = [len(omega) * omega.softmax(0) for omega in run.omegas.values()]
     curves = []
     for share in (0.99, 0.9, 0.5, 0.1, 0.01):
-        quantiles = [w.sort().values[round(share * (len(w) - 1))].item() for w in weights]
+        quantiles = [w.quantile(share, interpolation="nearest").item() for w in weights]
         curves.append((f"{share:.0%}", list(run.omegas), quantiles))
     return draw_plot(
         "Weights over the epochs",
@@ -122,7 +122,7 @@ def of_run(run):
     """Every figure of one run that its files allow."""
     figures = ""
     for title, caption, unit, keys in STEP_FIGURES:
-        curves = [(name, *over_steps(run, key)) for name, key in keys.items()]
+        curves = [(name, *curve_of(run, key, "step")) for name, key in keys.items()]
         figures += draw_plot(title, caption, curves, "step", unit)
     lines = ranking_over_epochs(run)
     for title, caption, unit, keys in RANKING_FIGURES:
@@ -142,7 +142,7 @@ def of_runs(runs):
     """Held-out losses of all runs in common figures; epoch 0 is the base model."""
     figures = ""
     for level in ("upper", "lower"):
-        curves = [(run.name, *over_epochs(run, f"{level}_heldout")) for run in runs]
+        curves = [(run.name, *curve_of(run, f"{level}_heldout", "epoch")) for run in runs]
         figures += draw_plot(
             f"Held-out {level} loss",
             "Rows never trained on, sequence mean; epoch 0 is the base model.",

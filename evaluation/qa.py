@@ -9,7 +9,6 @@ log-likelihood; acc_norm: divided by the answer's length in characters) and name
 question is the sentence with its "_" for WinoGrande, the goal for PIQA.
 """
 
-import contextlib
 import copy
 import json
 import logging
@@ -92,10 +91,8 @@ def run_qa(args):
         tasks = [local_task(args.local, task) for task in tasks]
     if args.out:
         check_output(args.out, args.run)
-    model, tokenizer, run = load_trained(args.run)
-    untuned = args.base and run is not None
-    with model.disable_adapter() if untuned else contextlib.nullcontext():
-        figures = evaluate(model, tokenizer, tasks, args.limit, args.batch_size)
+    model, tokenizer, _ = load_trained(args.run, args.base)
+    figures = evaluate(model, tokenizer, tasks, args.limit, args.batch_size)
     print("zero-shot accuracy; chance is one over the number of choices")
     rows = [[task, *values.values()] for task, values in figures.items()]
     show_table(["task", "acc", "± s.e.", "acc_norm", "± s.e.", "n"], rows)

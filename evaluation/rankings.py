@@ -1,12 +1,13 @@
 """What the rankings of a run say: another threshold, and how both ends move over the epochs."""
 
 import re
+from pathlib import Path
 
 import torch
 
 import detect
 import utils
-from evaluation.runs import check_output, ranking_of, read_ranking
+from evaluation.runs import Run, check_output, read_ranking
 from evaluation.texts import show_table
 from ranking import auroc
 from runtime.command import reading
@@ -28,7 +29,7 @@ def sort_by(rows, column):
     """
     for row in rows:
         value = row[column]
-        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+        if type(value) not in (int, float, type(None)):  # true and false are none
             raise ValueError(f"column {column} holds {value!r}, which is no number")
     sign = 1 if LOWER_IS_BETTER.fullmatch(column) else -1
     rows.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
@@ -39,21 +40,21 @@ def sort_by(rows, column):
     return words
 
 
-def rethreshold(source, fraction, out=None, by="rank"):
-    """Write the best `fraction` of a run's ranking, or of a ranking file, best row first.
+def run_keep(args):
+    """Re-threshold a ranking: kept.jsonl for --keep of training.
 
-    out: kept.jsonl in the run, NAME.kept.jsonl beside another NAME.jsonl. by: a column; a higher
-    value is better, except where LOWER_IS_BETTER matches its name. Rows that a ranking of the row
-    tests flags come last and are never kept. The other columns stay. Returns one line: how many.
+    A higher value of the column --by is better, except where LOWER_IS_BETTER matches its name. Rows
+    that a ranking of the row tests flags come last and are never kept. The other columns stay.
     """
+    fraction, by = args.keep_fraction, args.by
     if not 0 < fraction <= 1:
         raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
-    source = ranking_of(source)
-    if out is None:
-        name = (
-            "kept.jsonl" if source.name == "weights.jsonl" else f"{source.stem}.kept.jsonl"
-        )
-        out = source.with_name(name)
+    source = Path(args.run)
+    if source.is_dir():
+        source /= "weights.jsonl"
+    out = args.out or source.with_suffix(".kept.jsonl")
+    if not args.out and source.name == "weights.jsonl":
+        out = source.with_name("kept.jsonl")
     check_output(out, source, source.parent)
     rows = read_ranking(source)
     if by not in rows[0]:
@@ -74,7 +75,7 @@ def rethreshold(source, fraction, out=None, by="rank"):
     words = f"kept {limit} of {len(rows)} rows {how}"
     if flagged:
         words += f"; {flagged} rows look bad and are not kept"
-    return f"{words}: {out}, for --keep"
+    print(f"{words}: {out}, for --keep")
 
 
 # --- over the epochs ------------------------------------------------------------------------------
@@ -87,10 +88,10 @@ def ranking_groups(run):
     """
     if not run.omegas:
         return {}
-    if not run.rows or "masked" not in run.rows[0]:
+    masked = column_of(run, "masked")
+    if masked is None:
         omega = next(iter(run.omegas.values()))
         return {"all": torch.arange(len(omega))}
-    masked = torch.tensor([row["masked"] for row in run.rows])
     groups = {
         "unmasked": (~masked).nonzero().flatten(),
         "masked": masked.nonzero().flatten(),
@@ -154,14 +155,15 @@ def ranking_over_epochs(run):
     return lines
 
 
-def print_rankings(runs):
+def run_ranking(args):
+    """The top and bottom tenth of the rows over the epochs."""
     lines = []
-    for run in runs:
+    for run in map(Run, args.runs):
         for line in ranking_over_epochs(run):
             lines.append({"run": run.name, **line})
     if not lines:
         raise UserError(
-            f"{runs[0].folder}: no weights/epoch_*.safetensors; the run has no "
+            f"{args.runs[0]}: no weights/epoch_*.safetensors; the run has no "
             "selector or has not finished an epoch"
         )
     print(

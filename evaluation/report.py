@@ -28,8 +28,8 @@ from evaluation.comparison import (
     final_metrics,
 )
 from evaluation.runs import (
+    Run,
     check_output,
-    each_curated,
     is_rewritten,
     names_of,
     read_ranking,
@@ -82,7 +82,7 @@ def answer_card(row):
 
 
 def known_texts(run):
-    """{hash: {"prompt": text, "response": text}} of the run's rows, where a file still has them.
+    """{hash: (prompt, answer)} of the run's rows, where a file still has them.
 
     Rows in shown.jsonl, and those of the sources that are files beside us; a source that can no
     longer be read is left out.
@@ -92,8 +92,7 @@ def known_texts(run):
     if path.exists():
         with reading(path):
             for row in read_jsonl(path):
-                pair = {"prompt": row["prompt"], "response": row["response"]}
-                texts[row["hash"]] = pair
+                texts[row["hash"]] = row["prompt"], row["response"]
     hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
     with contextlib.suppress(UserError):
@@ -101,8 +100,7 @@ def known_texts(run):
             for row in read_messages(source, columns):
                 if row.hash in hashes:
                     *prompt, answer = row.messages
-                    pair = {"prompt": transcript(prompt), "response": answer["content"]}
-                    texts[row.hash] = pair
+                    texts[row.hash] = transcript(prompt), answer["content"]
     return texts
 
 
@@ -112,13 +110,15 @@ def rows_table(run):
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     texts = known_texts(run)
     count = len(run.rows)
-    rows = sorted(run.rows, key=lambda row: min(row["rank"], count - row["rank"]))
-    rows.sort(key=lambda row: row.get("reason") is None)
-    rows = rows[:TABLE_ROWS]
+
+    def place(row):
+        return row.get("reason") is None, min(row["rank"], count - row["rank"])
+
+    rows = sorted(run.rows, key=place)[:TABLE_ROWS]
     lines = []
     for row in rows:
-        pair = texts.get(row["hash"], {})
-        line = row | {"prompt": pair.get("prompt"), "answer": pair.get("response")}
+        prompt, answer = texts.get(row["hash"], (None, None))
+        line = row | {"prompt": prompt, "answer": answer}
         for name, value in line.items():
             if isinstance(value, str):
                 line[name] = value[:TEXT]
@@ -137,12 +137,12 @@ def new_answers(run):
     curated = run.folder / "curated.jsonl"
     if not curated.exists():
         return ""
-    rewritten = filter(is_rewritten, each_curated(curated))
+    rewritten = filter(is_rewritten, read_ranking(curated))
     best = heapq.nlargest(EXAMPLES, rewritten, key=lambda row: row["margin"])
     return (
         "<h2>Recommended new answers of the largest margin</h2>"
         + "".join(map(answer_card, best))
-        + command_box("eval.py", "export", run.folder, "--format", "pairs")
+        + command_box("export", run.folder, "--format", "pairs")
     )
 
 
@@ -189,7 +189,7 @@ def row_tests_section(run, file):
         "table below shows them, by reason.</p>"
         + html_table(["the answers are", "rows", "of these kept by the run"], table)
         + f"<p>Train without them: add <code>--keep {escaped_html(file)}</code>. Or export:</p>"
-        + command_box("eval.py", "export", file)
+        + command_box("export", file)
     )
 
 
@@ -197,8 +197,8 @@ def row_tests_section(run, file):
 
 
 def command_box(*words):
-    """A command to type, as text."""
-    line = shlex.join(["python", *map(str, words)])
+    """A command of eval.py to type, as text."""
+    line = shlex.join(["python", "eval.py", *map(str, words)])
     return f"<pre>{escaped_html(one_line(line, limit=1000))}</pre>"
 
 
@@ -208,9 +208,7 @@ def best_ranking(run, row_tests):
     row_tests: a ranking that `join_row_tests` has joined, or None.
     """
     metrics = final_metrics(run)
-    scores = {}
-    for name in ("weight", *COLUMN_OF):
-        scores[name] = metrics.get(f"{name}/auroc")
+    scores = {name: metrics.get(f"{name}/auroc") for name in ("weight", *COLUMN_OF)}
     if row_tests and "bad" in run.rows[0]:
         # Over the rows of the other figures: an online run's are of unmasked rows.
         rows = [row for row in run.rows if not row.get("masked")]
@@ -221,15 +219,15 @@ def best_ranking(run, row_tests):
         words = (
             f"No label says which ranking of {one_line(run.name)} is best. Its kept rows:"
         )
-        box = command_box("eval.py", "export", run.folder)
+        box = command_box("export", run.folder)
         return f"<p>{escaped_html(words)}</p>{box}"
     names = sorted(scores, key=scores.get, reverse=True)
     figures = ", ".join(f"{name} {scores[name]:.3f}" for name in names)
     best = names[0]
     source = row_tests if best == "row tests" else run.folder
-    words = ["eval.py", "export", source]
+    words = ["export", source]
     if best in COLUMN_OF:
-        words = ["eval.py", "keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
+        words = ["keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
     return (
         f"<p><b>The best ranking of {escaped_html(one_line(run.name))} is {best}</b> (AUROC "
         f"against the known labels: {figures}). Take it:</p>{command_box(*words)}"
@@ -322,15 +320,15 @@ def page_of(runs, row_tests):
     )
 
 
-def write_report(runs, out=None, row_tests=None):
-    """Write the page to `out`; returns one line with its path. row_tests: see `join_row_tests`.
+def run_report(args):
+    """One self-contained HTML page.
 
-    Without `out` the page is report.html in the one run, or in the folder that holds all of them.
+    Without --out it is report.html in the one run, or in the folder that holds all of them.
     """
-    if out is None:
-        folders = [run.folder.absolute() for run in runs]
-        out = Path(os.path.commonpath(folders)) / "report.html"
-    check_output(out, *(run.folder for run in runs), *filter(None, [row_tests]))
+    runs = [Run(folder) for folder in args.runs]
+    folder = os.path.commonpath([run.folder.absolute() for run in runs])
+    out = args.out or Path(folder) / "report.html"
+    check_output(out, args.runs, args.row_tests)
     check_same_data(runs)
-    utils.write_atomic(out, plain(page_of(runs, row_tests)))
-    return f"report: {out}"
+    utils.write_atomic(out, plain(page_of(runs, args.row_tests)))
+    print(f"report: {out}")

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 from safetensors.torch import load_file
 
+from data.sets import LEVELS
 from runtime.command import reading
-from utils import UserError, each_jsonl, read_jsonl
+from utils import UserError, read_jsonl
 
 # Files that training and `eval.py losses` write into a run folder and that are read here.
 RUN_FILES = (
@@ -26,13 +27,6 @@ RUN_FILES = (
     "weights.jsonl",
     "curated.jsonl",
     "shown.jsonl",
-)
-# Arguments that name rows.
-SOURCES = (
-    "lower",
-    "upper",
-    "upper_heldout",
-    "lower_heldout",
 )
 
 
@@ -66,23 +60,6 @@ def read_config(folder):
     return config
 
 
-def read_metrics(path):
-    """`metrics.jsonl`: one dictionary of figures a step, without those that are null.
-
-    What stands behind the last line end is left out: a run may be writing that line just now.
-    """
-    path = Path(path)
-    rows = []
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        with reading(f"{path} line {number}"):
-            row = json.loads(line)
-            rows.append({key: value for key, value in row.items() if value is not None})
-    if not rows:
-        raise UserError(f"{path}: no step in it; the run has not taken a step yet")
-    return rows
-
-
 def read_result(folder):
     """`result.json`: the final metrics of a run folder."""
     path = Path(folder) / "result.json"
@@ -94,56 +71,35 @@ def read_result(folder):
     return read_json(path)
 
 
-def check_count(path, count):
-    """`UserError` if a run's own list of rows has not as many as the run's result.json says."""
-    path = Path(path)
-    is_own = path.name in ("weights.jsonl", "curated.jsonl")
-    if is_own and path.with_name("config.json").exists():
-        expected = read_result(path.parent).get("rows")
-        if count != expected:
-            raise UserError(
-                f"{path}: holds {count} rows, the run's result.json says {expected}: "
-                "the file was cut or belongs to another run"
-            )
-
-
-def key_of(row):
-    """What names a row of a ranking; rankings of older runs name no source."""
-    return row.get("source"), row["row_id"]
-
-
 def read_ranking(path):
-    """Rows of `weights.jsonl`, `kept.jsonl` or another ranking, best row first.
+    """Rows of `weights.jsonl`, `curated.jsonl`, `kept.jsonl` or another ranking, best row first.
 
     `UserError` if a row stands in it twice, or if it is a run's own and was cut.
     """
+    path = Path(path)
     rows = read_jsonl(path)
-    check_count(path, len(rows))
+    is_own = path.name in ("weights.jsonl", "curated.jsonl")
+    if is_own and path.with_name("config.json").exists():
+        expected = read_result(path.parent).get("rows")
+        if len(rows) != expected:
+            raise UserError(
+                f"{path}: holds {len(rows)} rows, the run's result.json says {expected}: "
+                "the file was cut or belongs to another run"
+            )
     with reading(path):
-        names = {key_of(row): row["hash"] for row in rows}
+        # Rankings of older runs name no source.
+        hashes = {(row.get("source"), row["row_id"]): row["hash"] for row in rows}
         rows.sort(key=lambda row: row["rank"])
-    if len(names) < len(rows):
+    if len(hashes) < len(rows):
         raise UserError(f"{path}: a row_id stands in the file twice; rank again")
     if not rows:
         raise UserError(f"{path}: holds no rows")
     return rows
 
 
-def is_rewritten(entry):
+def is_rewritten(line):
     """Whether a line of `curated.jsonl` recommends its new answer; no other ranking has one."""
-    return entry.get("recommended") == "refined"
-
-
-def each_curated(path):
-    """Rows of `curated.jsonl`, one at a time because it holds every text.
-
-    `UserError` at the end of the file if it is a run's own and was cut.
-    """
-    count = 0
-    for row in each_jsonl(path):
-        count += 1
-        yield row
-    check_count(path, count)
+    return line.get("recommended") == "refined"
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -164,8 +120,20 @@ class Run:
 
     @functools.cached_property
     def metrics(self):
-        """One dictionary a step."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        """One dictionary of figures a step, without those that are null.
+
+        What stands behind the last line end is left out: a run may be writing that line just now.
+        """
+        path = self.folder / "metrics.jsonl"
+        rows = []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            with reading(f"{path} line {number}"):
+                row = json.loads(line)
+                rows.append({key: value for key, value in row.items() if value is not None})
+        if not rows:
+            raise UserError(f"{path}: no step in it; the run has not taken a step yet")
+        return rows
 
     @functools.cached_property
     def result(self):
@@ -217,25 +185,14 @@ class Run:
 # --- where to write -------------------------------------------------------------------------------
 
 
-def ranking_of(source):
-    """The path of a ranking: a file, or the weights.jsonl of a run folder."""
-    source = Path(source)
-    return source / "weights.jsonl" if source.is_dir() else source
-
-
-def make_parent(out):
-    """Make the folder of a file that will be written, before the work and not after it."""
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-
-
 def check_output(path, *inputs):
-    """Make the folder of `path`; `UserError` if writing there would destroy an input.
+    """Make the folder of `path`, before the work; `UserError` if an input would be destroyed.
 
     inputs: files or lists of them, and run folders: their own files and the rows that their
     config.json names. A file that is read as a run's must not be made either, so names decide.
     """
-    make_parent(path)
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
     protected = []
@@ -245,7 +202,7 @@ def check_output(path, *inputs):
         if (folder / "config.json").exists():
             arguments = read_json(folder / "config.json").get("args", {})
             protected += [folder / name for name in RUN_FILES]
-            for level in SOURCES:
+            for level in LEVELS:
                 protected += map(Path, names_of(arguments.get(level)))
     for file in protected:
         if file.resolve() == path.resolve():

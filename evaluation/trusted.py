@@ -53,22 +53,20 @@ def read_level(sources, columns, seed):
     return rows
 
 
-def text_vectors(levels):
-    """Unit TF-IDF vectors (n, BUCKETS) of the texts of each level; words count once a text."""
-    marks = []
-    for texts in levels:
-        mark = torch.zeros(len(texts), BUCKETS)
-        for row, text in zip(mark, texts, strict=True):
-            row[ngram_buckets(text, BUCKETS)[0]] = 1
-        marks.append(mark)
-    every = torch.cat(marks)
-    idf = (len(every) / (1 + every.sum(dim=0))).clamp_min(1).log()
-    return [torch.nn.functional.normalize(mark * idf) for mark in marks]
+def text_vectors(texts):
+    """Unit TF-IDF vectors (n, BUCKETS) of texts; words count once a text."""
+    marks = torch.zeros(len(texts), BUCKETS)
+    for row, text in zip(marks, texts, strict=True):
+        row[ngram_buckets(text, BUCKETS)] = 1
+    idf = (len(texts) / (1 + marks.sum(dim=0))).clamp_min(1).log()
+    return torch.nn.functional.normalize(marks * idf)
 
 
 def coverage(lower, upper):
     """The share of the lower texts that have a near one among the different upper texts."""
-    lower, upper = text_vectors([lower[:COMPARED], upper[:COMPARED]])
+    lower, upper = lower[:COMPARED], upper[:COMPARED]
+    vectors = text_vectors(lower + upper)
+    lower, upper = vectors.split([len(lower), len(upper)])
     among = (upper @ upper.T).fill_diagonal_(-1).amax(dim=1)
     nearest = (lower @ upper.T).amax(dim=1)
     return (nearest >= among.quantile(NEAR)).double().mean().item()
@@ -90,8 +88,8 @@ def short_run(name, rows, held_out, seed):
     optimizer = torch.optim.Adam(theta, lr=LR)
     tokens = batches.tokens_only(rows)
     for epoch in range(EPOCHS):
-        for k in range(math.ceil(len(rows) / BATCH)):
-            places = batches.epoch_batch(len(rows), BATCH, seed, epoch, k)
+        order = batches.permutation(len(rows), seed, epoch, stream=0)
+        for places in order.split(BATCH):
             batch = batches.take(tokens, places)
             weights = torch.ones(len(batch), device=model.device)
             descend(model, theta, optimizer, [], batch, weights, 1.0, clip=1, micro_batch=8)

@@ -18,7 +18,6 @@ reference and 2 the model, and preference lies in [1, 2]: 1 the reference is bet
 The length-controlled rate is made by the package `alpaca_eval`, which reads the annotations.
 """
 
-import contextlib
 import json
 import math
 import statistics
@@ -76,11 +75,14 @@ def write_list(path, rows):
 # --- responses ------------------------------------------------------------------------------------
 
 
-def respond(model, tokenizer, prompts, max_new_tokens, template):
+def respond(trained, prompts, max_new_tokens):
     """Texts answered greedily to `prompts`, each prompt rendered exactly as in training.
 
-    A prompt without text has no answer (""). One that leaves no room for the answer is refused.
+    trained: what `load_trained` returns. A prompt without text has no answer (""). One that leaves
+    no room for the answer is refused.
     """
+    model, tokenizer, run = trained
+    template = None if run is None else run.args.template
     rows = [{"prompt": prompt, "response": "."} for prompt in prompts]
     rows = tokenised(rows, tokenizer, template, max_length=2**31)
     curate.check_room(rows, max_new_tokens, models.context_length(model.config))
@@ -101,17 +103,14 @@ def respond(model, tokenizer, prompts, max_new_tokens, template):
 
 
 def generate_outputs(args):
-    """AlpacaEval's outputs file for a run or a model."""
+    """Answers of a run or a model, in AlpacaEval's format."""
     check_output(args.out, args.model, args.prompts)
     prompts = read_prompts(args.prompts)
-    model, tokenizer, run = load_trained(args.model)
-    name, template = args.model, None
-    untuned = args.base and run is not None
+    trained = load_trained(args.model, args.base)
+    texts = respond(trained, prompts, args.max_new_tokens)
+    name, run = args.model, trained[-1]
     if run is not None:
-        name = f"{run.name} (base)" if untuned else run.name
-        template = run.args.template
-    with model.disable_adapter() if untuned else contextlib.nullcontext():
-        texts = respond(model, tokenizer, prompts, args.max_new_tokens, template)
+        name = f"{run.name} (base)" if args.base else run.name
     outputs = []
     for prompt, text in zip(prompts, texts, strict=True):
         outputs.append({"instruction": prompt, "output": text, "generator": name})
@@ -150,7 +149,7 @@ def win_rate(preferences):
 
 
 def rate(args):
-    """Win rates of every model in a file of annotations or preferences, as a table."""
+    """Win rates of every model in a file of annotations or preferences."""
     preferences = {}
     for row in read_list(args.annotations, ("generator_2", "preference")):
         reference = row.get("generator_1") or "reference"
@@ -198,12 +197,16 @@ def pairs_of(outputs, reference):
 
 
 def judge_outputs(args):
-    """Judge outputs against a reference; writes annotations, prints an estimate and a summary."""
+    """Judge outputs against a reference, in both orders; writes annotations."""
     check_output(args.out, args.outputs, args.reference)
     outputs = read_list(args.outputs, ("instruction", "output"))
     pairs = pairs_of(outputs, read_list(args.reference, ("instruction", "output")))
-    cache = judge.Cache(f"{args.out}.cache.jsonl")
-    questions = judge.open_questions(pairs, args.judge, cache)
+    cache = Path(f"{args.out}.cache.jsonl")
+    questions = {}
+    for pair in pairs:
+        questions |= judge.questions_of(pair, args.judge)
+    for key in judge.known_verdicts(cache):
+        questions.pop(key, None)
     characters = sum(map(len, questions.values()))
     print(
         f"both orders: {len(questions)} verdicts to ask, {characters} characters",
@@ -211,8 +214,8 @@ def judge_outputs(args):
     )
     if args.estimate:
         return
-    problems = judge.ask_all(questions, judge.Endpoint(args.judge, args.url), cache)
-    judge.fill_in(pairs, args.judge, cache)
+    problems = judge.ask_all(questions, judge.connect(args.judge, args.url), cache)
+    judge.fill_in(pairs, args.judge, judge.known_verdicts(cache))
     write_list(args.out, pairs)
 
     line = f"{len(questions)} verdicts asked, {len(problems)} failed"
@@ -222,49 +225,3 @@ def judge_outputs(args):
     if any(preferences):
         line += f"; win rate {win_rate(preferences)['win_rate']:.2f}"
     print(f"{line}: {args.out}")
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def add_commands(parser):
-    """generate, judge and rate as subcommands of `parser`."""
-    commands = parser.add_subparsers(dest="winrate_command", required=True)
-    command = commands.add_parser(
-        "generate", help="answers of a run or model, AlpacaEval's format"
-    )
-    add = command.add_argument
-    add("model", metavar="RUN|MODEL")
-    add("--prompts", required=True, help="json or jsonl with instruction (or prompt)")
-    add("--out", required=True)
-    add(
-        "--base",
-        action="store_true",
-        help="the run's base model: the paper's reference",
-    )
-    add("--max-new-tokens", type=int, default=512)
-    command.set_defaults(call=generate_outputs)
-
-    command = commands.add_parser(
-        "judge", help="judge outputs against a reference, both orders"
-    )
-    add = command.add_argument
-    add("outputs")
-    add("--reference", required=True, help="outputs of the model to compare with")
-    add("--out", required=True, help="annotations file")
-    add(
-        "--judge",
-        required=True,
-        help="the judge's name at the endpoint (key: OPENAI_API_KEY)",
-    )
-    add("--url", help="an OpenAI-compatible address, up to /v1 (default: OpenAI's)")
-    add(
-        "--estimate",
-        action="store_true",
-        help="print how much would be asked, and stop",
-    )
-    command.set_defaults(call=judge_outputs)
-
-    command = commands.add_parser("rate", help="win rates from annotations or preferences")
-    command.add_argument("annotations")
-    command.set_defaults(call=rate)

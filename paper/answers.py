@@ -1,11 +1,11 @@
 """What the runs of Table 1 answer: zero-shot questions, win rate, examples side by side."""
 
+import itertools
 import json
-import shlex
 from pathlib import Path
 
 from evaluation import winrate
-from paper.plans import METHODS, chosen, execute, run_each
+from paper.plans import run_each, run_methods
 from paper.results import show
 from paper.running import log_of
 from toy import corpus
@@ -26,7 +26,7 @@ def zero_shot(args):
         raise UserError(
             "qa: the toy's model knows list puzzles only; use --scale small or paper"
         )
-    files_of = execute(args, {name: METHODS[name] for name in chosen(args, COMPARED)})
+    files_of = run_methods(args, COMPARED)
     base = next(iter(files_of.values()))[:1]
     commands, answered = {}, {}
     for method, files in {"base model": base, **files_of}.items():
@@ -35,7 +35,7 @@ def zero_shot(args):
         for file in files:
             out = file.parent.with_name(f"qa{''.join(flags)}-{file.parent.name}.json")
             words = ["eval.py", "qa", str(file.parent), *(args.qa or ()), *flags]
-            commands[out] = shlex.join([*words, "--out", str(out)])
+            commands[out] = [*words, "--out", str(out)]
             answered[method].append(out)
     run_each(args, commands, workers=1)  # one at a time: each holds a model
     if args.list:
@@ -64,30 +64,25 @@ def win_rates(args):
             "winrate: name --prompts FILE (AlpacaEval's instructions) and --judge '--url "
             "https://api.openai.com/v1 --judge gpt-4-turbo', but neither on the toy"
         )
-    files_of = execute(args, {name: METHODS[name] for name in chosen(args, COMPARED)})
+    files_of = run_methods(args, COMPARED)
     prompts = args.prompts or str(Path("runs") / args.name / "prompts.json")
     if on_toy and not args.list:
         puzzles = corpus.make_rows(seed=0)["heldout"][:200]
         winrate.write_list(prompts, [{"instruction": row["prompt"]} for row in puzzles])
-    files = []
-    for method in files_of:
-        files += files_of[method]
+    files = list(itertools.chain.from_iterable(files_of.values()))
     first = files[0].parent
     base = first.with_name("answers-base.json")
-    generate = ["eval.py", "winrate", "generate"]
-    generate += ["--prompts", prompts]
-    generate += ["--max-new-tokens", str(args.tokens)]
-    generate += ["--out"]
-    answers = {base: shlex.join([*generate, str(base), "--base", str(first)])}
+    generate = ["eval.py", "winrate", "generate", "--prompts", prompts]
+    generate += ["--max-new-tokens", str(args.tokens), "--out"]
+    answers = {base: [*generate, str(base), "--base", str(first)]}
     verdicts = {}
     for file in files:
         out, judged = answer_files(file)
-        answers[out] = shlex.join([*generate, str(out), str(file.parent)])
+        answers[out] = [*generate, str(out), str(file.parent)]
         if not on_toy:
             judge = ["eval.py", "winrate", "judge", str(out)]
-            judge += ["--reference", str(base)]
-            judge += ["--out", str(judged)]
-            verdicts[judged] = shlex.join([*judge, *args.judge])
+            judge += ["--reference", str(base), "--out", str(judged)]
+            verdicts[judged] = [*judge, *args.judge]
     run_each(args, answers)
     run_each(args, verdicts)
     if args.list:
@@ -116,10 +111,8 @@ def preferences(file, base):
 
 def right_of(answers):
     """Whether each answer of a file to the toy's puzzles is right."""
-    kinds = []
-    for row in winrate.read_list(answers, ()):
-        kinds.append(corpus.kind_of(row["instruction"], row["output"]))
-    return [kind == "clean" for kind in kinds]
+    rows = winrate.read_list(answers, ())
+    return [corpus.kind_of(row["instruction"], row["output"]) == "clean" for row in rows]
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -132,8 +125,7 @@ def example_answers(args):
             "examples: name --prompts FILE (with a column instruction), but not on the "
             "toy, whose model knows list puzzles only"
         )
-    wanted = chosen(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
-    files_of = execute(args, {name: METHODS[name] for name in wanted})
+    files_of = run_methods(args, ("mixing rho=1", "BDS", "online R=10% G=1"))
     prompts = ["--prompts", args.prompts]
     if args.scale == "toy":
         prompts = []
@@ -143,6 +135,6 @@ def example_answers(args):
     runs = [str(files[0].parent) for files in files_of.values()]
     words = ["eval.py", "answers", *runs, *prompts]
     words += ["--max-new-tokens", str(args.tokens)]
-    run_each(args, {table: shlex.join(words)})
+    run_each(args, {table: words})
     if not args.list:
         print(log_of(table).read_text())

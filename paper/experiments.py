@@ -98,7 +98,7 @@ def scores_of(file, score):
         raise UserError(
             f"{file}: the lower rows have no column `bad`; name a file that has"
         )
-    bad = torch.tensor([row["bad"] for row in rows])
+    bad = [row["bad"] for row in rows]
     kinds = [row.get("kind") or "bad" for row in rows]
     scores = [score(row) for row in rows]
     return ranking_metrics(torch.tensor(scores, dtype=torch.float64), bad, kinds)
@@ -148,14 +148,14 @@ def curated_table(args):
             words = ["keep", str(source), "--keep-fraction", str(share)]
             if name == REWRITES:
                 words = ["export", str(source), "--format", "prompt-completion"]
-            commands[file] = shlex.join(["eval.py", *words, "--out", str(file)])
+            commands[file] = ["eval.py", *words, "--out", str(file)]
     run_each(args, commands)
     files_of, commands = {"raw set": raw}, {}
     for (name, seed), subset in subsets.items():
         out = place / slug(name) / f"seed-{seed}"
         words = fresh_run(args, seed, name, subset)
         words += ["--token-budget", budget_of(raw[seed].parent), "--out", str(out)]
-        commands[out / "result.json"] = shlex.join(words)
+        commands[out / "result.json"] = words
         files_of.setdefault(name, []).append(out / "result.json")
     run_each(args, commands)
     if args.list:
@@ -176,17 +176,11 @@ def fresh_run(args, seed, name, subset):
     rows = []
     if args.scale == "toy":
         rows = row_words(toy_rows(args, seed, words["toy"])[0])
-    command = f"{OFF} --method sft --keep {shlex.quote(str(subset))} --seed {seed}"
-    if name != REWRITES:
-        return run_words(words, command, rows)
-    words = without_flags(
-        run_words(words, command, rows),
-        "--lower",
-        "--lower-limit",
-        "--lower-columns",
-        "--keep",
-    )
-    return [*words, "--lower", str(subset)]
+    flag, of_raw_rows = "--keep", ()
+    if name == REWRITES:
+        flag, of_raw_rows = "--lower", ("--lower-limit", "--lower-columns")
+    command = f"{OFF} --method sft {flag} {shlex.quote(str(subset))} --seed {seed}"
+    return without_flags(run_words(words, command, rows), *of_raw_rows)
 
 
 def bad_share(args, file):

@@ -1,6 +1,6 @@
 """The runs behind every table: methods, scales, seeds, and the command of each run.
 
-A table is {name: command}. A command is the words behind `python`. The kept rows of a method that
+A table is {name: command}. A command is what stands behind `python`. The kept rows of a method that
 only ranks (`-m baselines NAME`) are then trained on. `--list` prints the commands and runs nothing.
 
 Scales: `toy` needs nothing; `small` is a small model on real text, `--data` names which; `paper`
@@ -134,11 +134,11 @@ def chosen(args, names):
 
 
 def toy_rows(args, seed, words):
-    """(folder, command) of the toy's rows: four files."""
+    """(folder, words of the command) of the toy's rows: four files."""
     folder = Path("runs") / args.name / "rows" / (slug(" ".join(words)) or "default")
     folder = folder / f"seed-{seed}"
     write = ["-m", "toy", "write", "--out", str(folder), "--seed", str(seed), *words]
-    return folder, shlex.join(write)
+    return folder, write
 
 
 def row_words(folder):
@@ -189,7 +189,8 @@ def budget_of(folder):
 
 
 def run_each(args, commands, workers=None):
-    """Run {file: command}, --workers at a time, or print the commands when --list is given."""
+    """Run {file: words of a command}, --workers at a time; with --list print the commands."""
+    commands = {file: shlex.join(words) for file, words in commands.items()}
     if not args.list:
         run_all(commands, workers or args.workers)
         return
@@ -223,6 +224,11 @@ def prepare_rows(args, words, toy):
     return named
 
 
+def run_methods(args, names):
+    """`execute` the methods of these names, of which --only may choose some."""
+    return execute(args, {name: METHODS[name] for name in chosen(args, names)})
+
+
 def execute(args, methods, rankings=None, toy=None):
     """Run {name: command} on every seed. Returns {name: [its file of seed 0, of seed 1, ...]}.
 
@@ -230,38 +236,35 @@ def execute(args, methods, rankings=None, toy=None):
     are wanted alone. toy: {name: arguments of `python -m toy write`} in place of the scale's.
     """
     words = setting(args)
-    needed = {**methods, **(rankings or {})}
+    wanted = {**methods, **(rankings or {})}
+    needed = dict(wanted)
     if any(command.startswith(RANK) for command in methods.values()):
         needed.setdefault(REFERENCE, METHODS[REFERENCE])
-    default = shlex.join(words["toy"])
-    rows = prepare_rows(
-        args, words, {name: (toy or {}).get(name, default) for name in needed}
-    )
+    toy = toy or dict.fromkeys(needed, shlex.join(words["toy"]))
+    rows = prepare_rows(args, words, toy)
     first, on_kept, files = {}, {}, {name: [] for name in needed}
+
+    def planned(command, name, seed, out):
+        run = run_words(words, command, rows[name][seed])
+        return [*run, "--seed", str(seed), "--out", str(out)]
+
     for name, command in needed.items():
         for seed in range(args.seeds):
             out = folder_of(args) / slug(name) / f"seed-{seed}"
-            end = ["--seed", str(seed), "--out"]
             file = out / "result.json"
-            target = str(out)
-            if command.startswith("-m"):
-                file = out.with_name(f"seed-{seed}.kept.jsonl")
-                target = str(file)
-            first[file] = shlex.join(
-                [*run_words(words, command, rows[name][seed]), *end, target]
-            )
-            if command.startswith(RANK) and name in methods:
-                sft = f"{OFF} --method sft --keep {shlex.quote(target)}"
-                file = out / "result.json"
-                on_kept[file] = [
-                    *run_words(words, sft, rows[name][seed]),
-                    *end,
-                    str(out),
-                ]
-            files[name].append(file)
+            if not command.startswith("-m"):
+                first[file] = planned(command, name, seed, out)
+                files[name].append(file)
+                continue
+            kept = out.with_name(f"seed-{seed}.kept.jsonl")
+            first[kept] = planned(command, name, seed, kept)
+            if name in methods:
+                sft = f"{OFF} --method sft --keep {shlex.quote(str(kept))}"
+                on_kept[file] = planned(sft, name, seed, out)
+            files[name].append(file if name in methods else kept)
     run_each(args, first)
     for file, command in on_kept.items():
         reference = folder_of(args) / slug(REFERENCE) / file.parent.name
         command += ["--token-budget", budget_of(reference)]
-    run_each(args, {file: shlex.join(command) for file, command in on_kept.items()})
-    return {name: files[name] for name in (*methods, *(rankings or {}))}
+    run_each(args, on_kept)
+    return {name: files[name] for name in wanted}

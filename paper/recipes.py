@@ -14,11 +14,11 @@ import argparse
 import itertools
 import random
 import re
+import tempfile
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data.sources import read_part
 from options import RECIPES as FOLDER
 from runtime import command
 from utils import UserError, first_line, write_jsonl
@@ -134,74 +134,45 @@ def split_slimorca(rows):
     return order[:border], order[border:]
 
 
-class Source:
-    """The rows of some files in order, read anew each time and counted once."""
-
-    def __init__(self, files):
-        self.files = files
-        self.count = None
-
-    def __len__(self):
-        if self.count is None:
-            self.count = sum(1 for _ in self)
-        return self.count
-
-    def __iter__(self):
-        for file in self.files:
-            for _, row in read_part(file, file):
-                yield row
-
-
 def picked(rows, positions, convert):
     """`convert` of the rows at some positions, in the order of the source."""
-    positions = set(positions)
-    for number, row in enumerate(rows):
-        if number not in positions:
-            continue
-        try:
-            yield convert(row)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{rows.files[0]} row {number}: not a row of this data set ({error!r})"
-            ) from None
+    return map(convert, rows.select(sorted(positions)))
 
 
 # --- finding and building -------------------------------------------------------------------------
 
 
-def source_files(hub, pattern, folder):
-    """Paths of a hub data set's files: downloaded, or copies below `folder`/owner/name."""
-    if folder:
-        root = Path(folder) / hub
-    else:
-        import huggingface_hub
+def hub_rows(hub, pattern, folder, cache):
+    """The rows of a hub data set's files: downloaded, or of copies below `folder`/owner/name."""
+    import datasets
 
-        try:
-            root = Path(
-                huggingface_hub.snapshot_download(
-                    hub, repo_type="dataset", allow_patterns=[pattern], etag_timeout=3
-                )
-            )
-        except Exception as error:  # of the hub, the network or the disk
-            raise UserError(
-                f"{hub}: cannot be loaded from the hub ({first_line(error)}); check the network, "
-                f"or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER"
-            ) from None
-    files = sorted(root.glob(pattern))
-    if not files:
-        raise UserError(f"{root / pattern}: no such file")
-    return files
+    place = str(Path(folder) / hub) if folder else hub
+    try:
+        return datasets.load_dataset(
+            place, data_files=pattern, split="train", cache_dir=cache
+        )
+    except Exception as error:  # of the hub, the network or the disk
+        raise UserError(
+            f"{place}/{pattern}: cannot be loaded ({first_line(error)}); check the network, "
+            f"or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER"
+        ) from None
 
 
 def build(name, folder="", out=FOLDER):
     """The file of a recipe, `out`/NAME.jsonl, made anew; folder: of local copies."""
     recipe, *sources = RECIPES[name]
-    files = [source_files(hub, pattern, folder) for hub, pattern in sources]
     target = Path(out) / f"{name}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
-    rows = itertools.chain.from_iterable(recipe(*(Source(group) for group in files)))
-    bar = tqdm(rows, desc=f"building {name}", unit=" rows", delay=3)
-    write_jsonl(target, bar)
+    with tempfile.TemporaryDirectory(dir=target.parent) as cache:
+        levels = [hub_rows(*source, folder, cache) for source in sources]
+        rows = itertools.chain.from_iterable(recipe(*levels))
+        bar = tqdm(rows, desc=f"building {name}", unit=" rows", delay=3)
+        try:
+            write_jsonl(target, bar)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{name}: its sources hold rows of another data set ({error!r})"
+            ) from None
     print(
         f"{name}: {bar.n} rows built from {', '.join(hub for hub, _ in sources)}: {target}"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 from paper.claims import DROP, DYNAMIC, ONLINE
-from paper.plans import METHODS, OFF, chosen, execute, run_each
+from paper.plans import METHODS, OFF, execute, run_each, run_methods
 from paper.results import LOSSES, RANKS, UPPER, show
 from paper.running import log_of
 from paper.statistics import (
@@ -29,8 +29,7 @@ from utils import each_jsonl, table
 
 def losses_table(args):
     """Table 1 or 3: the losses of every method, each claim."""
-    wanted = chosen(args, METHODS)
-    files = execute(args, {name: METHODS[name] for name in wanted})
+    files = run_methods(args, METHODS)
     if args.list:
         return
     print("\nlosses in nats a token, mean ± std over seeds; lower is better")
@@ -42,16 +41,15 @@ def losses_table(args):
 
 def ranking_figure(args):
     """The figure of the top tenth by weight: their mean response length by epoch."""
-    wanted = chosen(args, ("BDS", ONLINE, DYNAMIC))
-    files_of = execute(args, {name: METHODS[name] for name in wanted})
+    files_of = run_methods(args, ("BDS", ONLINE, DYNAMIC))
     if args.list:
         return
     results = {}
     for method, files in files_of.items():
         results[method] = [top_lengths(Run(file.parent)) for file in files]
-    epochs = list(results[wanted[0]][0])
+    epochs = list(next(iter(results.values()))[0])
     print("\nmean response length (tokens) of the top 10 % by weight")
-    show(args, results, dict(zip(epochs, epochs, strict=True)))
+    show(args, results, {epoch: epoch for epoch in epochs})
     draw(Path("results") / f"{args.name}_ranking.png", results, epochs)
 
 
@@ -110,7 +108,7 @@ def demo(args):
         "--out",
         str(page),
     ]
-    run_each(args, {page: shlex.join(report)})
+    run_each(args, {page: report})
     if args.list:
         return
     results = results_of(files_of)

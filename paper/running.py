@@ -64,20 +64,17 @@ def run_all(runs, workers):
                 process.join()
                 bar.update()
                 if process.exitcode and failed is None:
-                    failed = failure(command, process.exitcode, log)
+                    lines = log.read_text().strip().splitlines()[1:] or ["no output"]
+                    failed = (
+                        f"{command}: exit code {process.exitcode}: {lines[-1]} "
+                        f"(whole output in {log})"
+                    )
     finally:
         bar.close()
         for process, _, _ in running.values():  # A SIGTERM reaches this process alone.
             process.terminate()
     if failed:
         raise UserError(failed)
-
-
-def failure(command, exit_code, log):
-    """One line about a command that failed, with the last line that it wrote."""
-    lines = log.read_text().removeprefix(f"$ {command}\n").strip().splitlines()
-    last = lines[-1] if lines else "no output"
-    return f"{command}: exit code {exit_code}: {last} (whole output in {log})"
 
 
 def check_command(file, command):

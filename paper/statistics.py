@@ -4,10 +4,7 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-import re
-import statistics
-
-from evaluation.comparison import mean_and_interval
+from evaluation.comparison import is_ranking_metric, mean_and_interval, prefer_unmasked
 from evaluation.runs import read_result
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -18,10 +15,10 @@ def cell_of(values):
     values = [value for value in values if isinstance(value, (int, float))]
     if not values:
         return None
-    std = statistics.stdev(values) if len(values) > 1 else 0.0
+    figures = mean_and_interval(values)
     return {
-        "mean": round(statistics.fmean(values), 8),
-        "std": round(std, 8),
+        "mean": round(figures["mean"], 8),
+        "std": round(figures["std"] or 0.0, 8),
         "seeds": [round(value, 8) for value in values],
     }
 
@@ -87,36 +84,12 @@ def results_of(files_of):
     return results
 
 
-def prefer_unmasked(run):
-    """A result with the ranking metrics of unmasked rows in place of all rows'.
-
-    Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
-    fault that no unmasked row has is left out.
-    """
-    unmasked = {key: value for key, value in run.items() if "_unmasked/" in key}
-    if not unmasked:
-        return run
-    kept = {key: value for key, value in run.items() if not is_ranking_metric(key)}
-    for key, value in unmasked.items():
-        kept[key.replace("_unmasked/", "/")] = value
-    return kept
-
-
-def is_ranking_metric(key):
-    """Whether a key of result.json is about the order of the rows."""
-    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
-
-
 def with_base(results):
     """The base model's own figures in front."""
     first = next(iter(results.values()))
-    base = []
-    for run in first:
-        base.append(
-            {
-                key.removeprefix("base/"): value
-                for key, value in run.items()
-                if key.startswith("base/") and not is_ranking_metric(key)
-            }
-        )
+    base = [{} for _ in first]
+    for figures, run in zip(base, first, strict=True):
+        for key, value in run.items():
+            if key.startswith("base/") and not is_ranking_metric(key):
+                figures[key.removeprefix("base/")] = value
     return {"base model": base, **results}

@@ -6,7 +6,6 @@ import sys
 from baselines import shared
 
 # ruff: isort: split
-import models
 import ranking
 from row_tests import audit
 from row_tests.forwards import make_reader
@@ -24,12 +23,8 @@ def parse_args(argv=None):
         description="Which rows look bad, and why; `audit` as the first word: judge them by hand.",
     )
     shared.add_ranking_arguments(parser, out="ranking.jsonl")
-    add = parser.add_argument_group("row tests").add_argument
-    add("--joined", action="store_true", help="add the loss to the score")
-    add(
-        "--adapter",
-        help="a LoRA adapter of the model, for a model that is trained already",
-    )
+    group = parser.add_argument_group("row tests")
+    group.add_argument("--joined", action="store_true", help="add the loss to the score")
     args = shared.read_arguments(parser, argv)
     shared.check_out(args)
     return args
@@ -54,10 +49,7 @@ def flagged_last(scores, flagged):
 def rank_by_tests(args):
     """Test every row, print what looks bad, write the ranking."""
     levels, tokenizer = shared.open_rows(args)
-    model = shared.open_model(args)
-    if args.adapter:
-        model = models.add_lora(model, adapter=args.adapter)
-    reader = make_reader(model, tokenizer, args.template)
+    reader = make_reader(shared.open_model(args), tokenizer, args.template)
     verdicts = verdicts_on(reader, levels.lower, levels.upper, args.seed)
     print_look(verdicts, levels.lower)
     shared.write_ranked(

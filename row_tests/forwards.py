@@ -79,9 +79,7 @@ class Turn:
     end: list
     given: torch.Tensor = None
     given_end: torch.Tensor = None
-    loss: float = (
-        None  # the mean over all trained tokens of the row, as `row_losses` has it
-    )
+    loss: float = None  # the mean over all trained tokens of the row
 
 
 def last_turn(row, ends):
@@ -102,18 +100,15 @@ def last_turn(row, ends):
 def read_turns(model, rows, ends):
     """One forward of a list of rows: their last turns, log-probs in nats, float64, on the CPU."""
     logps, owner = token_logps(model, pack(rows, model.device))
-    counts = torch.bincount(owner, minlength=len(rows))
-    sums = torch.zeros(len(rows), dtype=logps.dtype, device=logps.device)
-    losses = -sums.index_add(0, owner, logps) / counts
+    counts = torch.bincount(owner, minlength=len(rows)).tolist()
     turns = []
-    by_row = logps.double().cpu().split(counts.tolist())
-    for row, row_logps, loss in zip(rows, by_row, losses.tolist(), strict=True):
+    for row, row_logps in zip(rows, logps.double().cpu().split(counts), strict=True):
         turn = last_turn(row, ends)
         body = len(row_logps) - len(turn.end)
         first = max(0, body - len(turn.answer))
         turn.given = row_logps[first:body]
         turn.given_end = row_logps[body:]
-        turn.loss = loss
+        turn.loss = -row_logps.mean().item()
         turns.append(turn)
     return turns
 

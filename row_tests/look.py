@@ -66,7 +66,11 @@ def print_look(verdicts, rows):
         if reason:
             worst.setdefault(reason, place)
     for reason, place in worst.items():
-        print_example(reason, rows[place])
+        row = rows[place]
+        print(f"  {REASONS[reason]}: {row['source']}, row_id {row['row_id']}")
+        print(f"    question: {one_line(row['prompt'], SHOWN)}")
+        # The end of its answer, which may be cut short.
+        print(f"    answer: {one_line(row['response'][-SHOWN:], SHOWN)}")
     counts = collections.Counter()
     flagged = collections.Counter()
     texts = each_row(rows, "prompt", "response")
@@ -80,11 +84,3 @@ def print_look(verdicts, rows):
         [group, counts[group], flagged[group] / counts[group]] for group in sorted(counts)
     ]
     print(table(["who is flagged", "rows", "share"], shares))
-
-
-def print_example(reason, row):
-    """A row that looks bad; of its answer the end, where it may be cut short."""
-    answer = one_line(row["response"][-SHOWN:], SHOWN)
-    print(f"  {REASONS[reason]}: {row['source']}, row_id {row['row_id']}")
-    print(f"    question: {one_line(row['prompt'], SHOWN)}")
-    print(f"    answer: {answer}")

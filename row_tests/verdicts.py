@@ -33,9 +33,7 @@ class Verdicts:
     @property
     def flagged(self):
         """(N,) bool: the rows that look bad."""
-        return torch.tensor(
-            [reason is not None for reason in self.reasons], dtype=torch.bool
-        )
+        return torch.tensor([reason is not None for reason in self.reasons])
 
 
 def verdicts_on(reader, lower, upper, seed=0):

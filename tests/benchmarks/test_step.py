@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import is_spread
 
-from batches import row_losses
+from batches import count_tokens, row_losses
 from benchmarks.shapes import load_shape
 from benchmarks.step import (
     BDS_CURRENT,
@@ -15,7 +15,6 @@ from benchmarks.step import (
     Steps,
     compare_steps,
     online_name,
-    tokens_in,
 )
 
 OURS = [SFT, BDS_CURRENT, BDS_NEXT, online_name(1), PADDED]
@@ -53,8 +52,8 @@ def test_five_answers_to_a_masked_row(no_trl):
     one, five = results[online_name(1)], results[online_name(5)]
     assert five["loss"] == pytest.approx(one["loss"], rel=1e-6)
     lower, upper = steps.rows(0)
-    tokens = tokens_in(lower + upper)
-    more = 4 * tokens_in(lower[:1])
+    tokens = count_tokens(lower + upper)
+    more = 4 * count_tokens(lower[:1])
     trained = five["tokens_per_second"]["median"] * five["seconds"]["median"]
     assert trained == pytest.approx(tokens + more)
     higher = five["floor"]["median"] - one["floor"]["median"]

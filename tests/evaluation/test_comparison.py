@@ -19,11 +19,8 @@ def compared(*folders):
     ("freedom", "value"),
     [
         (1, 12.7062),
-        (2, 4.3027),
-        (3, 3.1824),
-        (5, 2.5706),
+        (6, 2.4469),
         (7, 2.3646),
-        (9, 2.2622),
         (29, 2.0452),
     ],
 )
@@ -151,12 +148,3 @@ def test_which_auroc_is_compared(tmp_path):
     first, second = compared(online, kept)
     assert first["weight/auroc"]["mean"] == 0.6
     assert "weight/auroc" not in second
-
-
-def test_names_cannot_steer_a_terminal_or_pad_a_table(tmp_path, capfd):
-    run = str(fabricate(tmp_path / f"run\x1b[2J\u202e{'z' * 200}"))
-    for command in ("compare", "ranking"):
-        front.main([command, run])
-        text = capfd.readouterr().out
-        assert not {"\x1b", "\u202e"} & set(text)
-        assert "z" * 100 not in text

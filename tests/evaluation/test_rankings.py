@@ -1,7 +1,7 @@
 """Another threshold, and the ends of the ranking over the epochs."""
 
 import torch
-from conftest import make_rows, read_rows, write_rows
+from conftest import read_rows, write_rows
 from fabricated import fabricate
 from safetensors.torch import save_file
 
@@ -89,20 +89,6 @@ def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
     keep(run, 0.5)
     write_rows(run / "weights.jsonl", [*rows[:-1], rows[0]])
     assert "stands in the file twice" in refused(lambda: keep(run, 0.5))
-
-
-def test_training_keeps_what_keep_kept(files, train, tmp_path):
-    paths = files(lower=12)
-    run = train(paths, epochs=1)
-    out = tmp_path / "kept.jsonl"
-    keep(run.out, 0.5, "--out", str(out))
-    again = train(paths, out="kept", method="sft", keep=out, epochs=1)
-    best = {row["row_id"] for row in run.weights if row["rank"] <= 6}
-    assert {row["row_id"] for row in again.weights} == best
-    # It has grown.
-    write_rows(paths["lower"], read_rows(paths["lower"]) + make_rows(5, seed=9))
-    grown = train(paths, out="grown", method="sft", keep=out, epochs=1)
-    assert {row["row_id"] for row in grown.weights} == best
 
 
 def test_eq_ranking_over_epochs_by_hand(tmp_path):

@@ -65,7 +65,6 @@ def test_recommended_answers_stand_beside_the_originals(tmp_path):
     "options",
     [
         {"epochs": 1},
-        {"epochs": 1, "rows": 2},
         {"rows": 1},
         {"method": "mix"},
         {"finished": False},
@@ -226,13 +225,6 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     by_id = {row["row_id"]: row["reason"] for row in ranking}
     for rank, row_id in column(page, "row_id").items():
         assert column(page, "reason")[rank] == by_id[row_id]
-
-
-def test_without_row_tests_a_page_says_nothing_of_them(tested, tmp_path):
-    run, _ = tested
-    _, page, words = make_page(tmp_path, run)
-    assert "look bad" not in words
-    assert not {"reason", "surprise"} & set(page.tables[0]["columns"])
 
 
 @pytest.mark.parametrize(

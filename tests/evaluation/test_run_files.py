@@ -94,13 +94,6 @@ def test_a_cut_ranking_goes_through_no_command(run_folder, refused, name, change
     assert not list(run_folder.glob("kept*")) + list(run_folder.glob("*alpaca*"))
 
 
-def test_a_row_that_stands_twice_is_refused(run_folder, refused):
-    rows = read_rows(run_folder / "weights.jsonl")
-    write_rows(run_folder / "weights.jsonl", [*rows[:-1], rows[0]])
-    for command in FILES["weights.jsonl"]:
-        assert "stands in the file twice" in refused(lambda c=command: call(c, run_folder))
-
-
 def test_weights_of_another_number_of_rows_are_refused(run_folder, refused):
     for epochs in ((2,), (1, 2)):
         for epoch in epochs:

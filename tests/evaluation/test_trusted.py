@@ -3,13 +3,11 @@
 import random
 
 import pytest
-from conftest import ROOT, make_rows, read_rows, write_rows
+from conftest import make_rows, read_rows, write_rows
 
 import eval as front
 from evaluation import trusted
 from toy import corpus
-
-SHARED = ROOT.parent / "shared"
 
 
 def judge(capfd, **flags):
@@ -70,23 +68,5 @@ def test_coverage_is_calibrated_on_the_trusted_prompts():
     fruit = [f"peel {rng.choice('abcdefgh')} {rng.choice('ijklmnop')}" for _ in range(60)]
     assert trusted.coverage(fruit[:30], fruit[30:]) > 0.8
     assert trusted.coverage(["solve the equation"] * 5, fruit) == 0
-    (vectors,) = trusted.text_vectors([["a b", "a b", "c d", "e f"]])
+    vectors = trusted.text_vectors(["a b", "a b", "c d", "e f"])
     assert (vectors @ vectors[0]).tolist() == pytest.approx([1, 1, 0, 0])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared model and rows")
-@pytest.mark.parametrize(
-    ("name", "count", "words"),
-    [
-        ("alpaca_gpt4_upper", 1250, "Verdict: It is a good set"),
-        ("alpaca_gpt4_upper", 40, "It is small: 40"),
-        ("hh_harmless_pairs", 1142, "It is of another task"),
-    ],
-)
-def test_real_text(tmp_path, capfd, name, count, words):
-    rows = read_rows(SHARED / "data" / f"{name}.jsonl")[:count]
-    upper = write_rows(tmp_path / "upper.jsonl", rows)
-    lower = SHARED / "data" / "alpaca_planted.jsonl"
-    model = SHARED / "models" / "instruct-6m"
-    assert words in judge(capfd, lower=lower, upper=upper, model=model)[1]

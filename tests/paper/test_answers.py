@@ -67,7 +67,7 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
             )
         winrate.write_list(folder / f"answers-{name}.json", outputs)
     monkeypatch.setattr(
-        answers, "execute", lambda *_: {"BDS": [folder / "seed-0/result.json"]}
+        answers, "run_methods", lambda *_: {"BDS": [folder / "seed-0/result.json"]}
     )
     monkeypatch.setattr(answers, "run_each", lambda *_: None)
     main(["winrate", "--seeds", "1"])

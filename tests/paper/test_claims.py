@@ -33,13 +33,6 @@ def test_an_auroc_counts_as_one_minus():
     assert differences({"BDS": [run]}, "BDS", "BDS", "auroc") == pytest.approx([-0.05])
 
 
-def test_lengths_compare_the_first_epoch_with_the_last():
-    lengths = {f"epoch {number}": 20.0 - number for number in range(1, 13)}
-    results = {"BDS": [lengths]}
-    rows = cells_of(results, list(lengths))
-    assert claims.differences(rows, "BDS", "BDS", "epoch") == [11.0]
-
-
 def test_a_table_has_the_claims_whose_two_methods_were_measured():
     results = {
         "BDS": losses(1.0, 1.0),

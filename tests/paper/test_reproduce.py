@@ -102,7 +102,7 @@ def test_the_figure_compares_the_first_epoch_with_the_last(here, monkeypatch, ca
     def over_epochs(folder):
         return [{"epoch": n, "group": "all", "top_length": 20.0 - n} for n in range(1, 13)]
 
-    monkeypatch.setattr(reproduce, "execute", finished)
+    monkeypatch.setattr(reproduce, "run_methods", finished)
     monkeypatch.setattr(reproduce, "Run", lambda folder: folder)
     monkeypatch.setattr(reproduce, "ranking_over_epochs", over_epochs)
     main(["ranking", "--only", "online R=10% G=1"])

@@ -10,7 +10,7 @@ from conftest import flags, make_rows, read_rows, write_rows
 from datasets import Dataset
 
 from row_tests import look
-from row_tests.__main__ import flagged_last, main
+from row_tests.__main__ import main
 from row_tests.verdicts import Verdicts, judge_rows
 
 COLUMNS = {
@@ -107,12 +107,6 @@ def test_joined_adds_the_loss_and_keeps_no_row_that_looks_bad(tested, faulty):
     assert [row["kept"] for row in joined.ranked] == [not bad for bad in flagged]
 
 
-def test_flagged_rows_come_last_whatever_their_score():
-    flagged = torch.tensor([True, False, False, True, False])
-    order = flagged_last(torch.tensor([9.0, 1, 2, 8, 2]), flagged)
-    assert order.argsort(descending=True).tolist() == [2, 4, 1, 0, 3]
-
-
 def test_rows_that_cannot_be_used_are_listed_beside_the_ranking(tested, faulty, tmp_path):
     rows = [*read_rows(faulty)[:20], {"prompt": "who?", "response": ""}]
     file = write_rows(tmp_path / "noisy.jsonl", rows)
@@ -157,31 +151,13 @@ def test_preference_pairs_are_no_null_and_the_command_says_so(tested, faulty, tm
     assert "note: preference pairs do not say what good rows look like" in made.text
 
 
-def test_training_takes_the_ranking(tested, faulty, train):
-    made = tested(faulty)
-    run = train({"lower": faulty}, method="sft", keep=made.file, epochs=1, batch=4)
-    assert run.result["rows"] == made.result["kept"] < 24
-
-
-def test_an_adapter_is_another_model(tested, faulty, adapters):
-    plain = tested(faulty)
-    tuned = tested(faulty, adapter=adapters["llama"])
-    assert [row["loss"] for row in tuned.rows] != [row["loss"] for row in plain.rows]
-    assert [row["repetition"] for row in tuned.rows] == [
-        row["repetition"] for row in plain.rows
-    ]
-
-
 def test_a_single_row(tested, files):
     assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
 
 
-def test_bad_input(refused, faulty, folders, tmp_path):
-    assert "--model is missing" in refused(lambda: main(["--lower", faulty]))
+def test_bad_input(refused, faulty, folders):
     words = ["--lower", faulty, "--model", str(folders["llama"]), "--out"]
     assert "would overwrite" in refused(lambda: main([*words, faulty]))
-    with pytest.raises(SystemExit):
-        main([*words, str(tmp_path / "x"), "--keep-fraction", "0"])
     assert len(read_rows(faulty)) == 24
 
 
