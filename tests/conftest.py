@@ -6,6 +6,7 @@ Nothing here needs a network or anything outside the repository.
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -334,6 +335,34 @@ def refused(capfd):
 
 
 @pytest.fixture
+def bad(tmp_path, files, folders, refused):
+    """bad(message, **flags): the run is refused with that message and leaves no trace.
+
+    main: of another script; trace: the run began, and may have a folder.
+    """
+    import train_offline
+
+    defaults = files()
+    defaults["upper_heldout"] = defaults.pop("heldout")
+    defaults |= {"model": folders["llama"], "out": tmp_path / "run", "batch": 4}
+    defaults |= {"cache_dir": tmp_path / "cache", "epochs": 1}
+
+    def check(message, main=train_offline.main, trace=False, **options):
+        before = set(listing(tmp_path))
+        line = refused(lambda: main(flags(**defaults | options)))
+        assert re.search(message, line), line
+        assert 20 < len(line) < 700
+        assert not leftovers(tmp_path)
+        if not trace:
+            new = set(listing(tmp_path)) - before
+            assert not [name for name in new if not name.startswith("cache/")]
+            assert not (tmp_path / "run").exists()
+        return line
+
+    return check
+
+
+@pytest.fixture
 def measured(tmp_path, capfd):
     """measured("logprob", "--rounds", 2, ...) -> the saved results; `.text` is what was printed."""
     from benchmarks.__main__ import main
@@ -362,6 +391,13 @@ def listing(folder):
     """Every file below a folder, as sorted relative names."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return sorted(str(path.relative_to(folder)) for path in files)
+
+
+def leftovers(folder):
+    """Files that are neither whole nor wanted: partial and temporary ones."""
+    return [
+        name for name in listing(folder) if re.search(r"(^|/)\.|partial|incomplete/", name)
+    ]
 
 
 def copy_tree(source, target):

@@ -5,7 +5,6 @@ from the run's checkpoints; what follows from them is not.
 """
 
 import copy
-import functools
 import math
 
 import by_hand
@@ -366,23 +365,6 @@ def test_drop_with_every_row_masked_is_the_upper_level_alone(online, files, corr
     run = online(files(lower=7, upper=6), refine="drop", ratio_masked=1, **steps)
     assert [step["lower_loss"] for step in run.metrics] == [0.0] * 4
     assert set(omega(run, 2).tolist()) == {0.0}
-
-
-@pytest.mark.parametrize("omega_loss", ["next", "current"])
-def test_a_loss_that_is_not_finite_ends_the_run(
-    train, online, files, refused, tmp_path, omega_loss
-):
-    """In the only step of a run too: nothing is written from such a model."""
-    steps = {"batch": 12, "epochs": 1, "lr": 1e30, "omega_loss": omega_loss}
-    for name, main in (("offline", train), ("online", online)):
-        refused(functools.partial(main, files(), out=name, **steps))
-        left = {path.name for path in (tmp_path / name).iterdir()}
-        assert not left & {
-            "adapter",
-            "weights.jsonl",
-            "curated.jsonl",
-            "result.json",
-        }
 
 
 # --- masks ----------------------------------------------------------------------------------------
