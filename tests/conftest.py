@@ -180,20 +180,29 @@ def make_rows(count, seed, longest=12):
     ]
 
 
-def write_pairs(paths, count=7):
-    """The files of `files` with preference pairs of random words as their upper level."""
-    for level, seed in (("upper", 2), ("heldout", 3)):
-        pairs = []
-        others = make_rows(count, seed + 50)
-        for row, other in zip(make_rows(count, seed), others, strict=True):
-            pair = {"chosen": row["response"], "rejected": other["response"]}
-            pairs.append({"prompt": row["prompt"]} | pair)
-        write_rows(paths[level], pairs)
-
-
 def write_rows(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def write_files(folder, longest=12, **counts):
+    """Files of so many random rows, none for zero; their paths by name."""
+    paths = {}
+    for seed, (name, count) in enumerate(counts.items(), 1):
+        if count:
+            rows = make_rows(count, seed, longest)
+            paths[name] = write_rows(folder / f"{name}.jsonl", rows)
+    return paths
+
+
+def write_pairs(paths):
+    """Has the upper level read preference pairs, of the answers in its files and bad ones."""
+    for level in paths.keys() & {"upper", "heldout", "upper_heldout"}:
+        pairs = []
+        for number, row in enumerate(read_rows(paths[level])):
+            answers = {"chosen": row["response"], "rejected": f"no {number} cold"}
+            pairs.append({"prompt": row["prompt"]} | answers)
+        paths[level] = write_rows(f"{paths[level]}.pairs.jsonl", pairs)
 
 
 def reasons(report):
@@ -213,16 +222,25 @@ def files(tmp_path):
     """files(lower=37, upper=20, ...) writes row files, returns their paths by name."""
 
     def write(lower=12, upper=8, heldout=4, lower_heldout=0, longest=12):
-        counts = {"lower": lower, "upper": upper, "heldout": heldout}
-        counts["lower_heldout"] = lower_heldout
-        paths = {}
-        for seed, (name, count) in enumerate(counts.items(), 1):
-            if count:
-                rows = make_rows(count, seed, longest)
-                paths[name] = write_rows(tmp_path / f"{name}.jsonl", rows)
-        return paths
+        held_out = {"heldout": heldout, "lower_heldout": lower_heldout}
+        return write_files(tmp_path, longest, lower=lower, upper=upper, **held_out)
 
     return write
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows or a file's name, tokenizer, ...) -> (rows, report); all share one cache."""
+    from data import tokens
+
+    def call(source="source.jsonl", tokenizer=None, read=tokens.load_rows, **options):
+        if isinstance(source, list):
+            source = write_rows(tmp_path / "source.jsonl", source)
+        path = tmp_path / source
+        cache = tmp_path / "cache"
+        return read(path, tokenizer or make_tokenizer(), cache_dir=cache, **options)
+
+    return call
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import re
 import resource
 import subprocess
 
-import huggingface_hub
 import peft
 import pytest
 from conftest import (
@@ -178,17 +177,6 @@ def test_broken_models(bad, broken, edit, message):
     bad(message, model=broken(edit))
 
 
-def test_hub_names_without_a_network(bad, monkeypatch):
-    """In seconds, whether the name has an owner or not."""
-
-    def unreachable(*args, **kwargs):
-        raise OSError("[Errno -3] Temporary failure in name resolution")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    for name in ("nobody/no-such-model", "no-such-model-either"):
-        bad(name, model=name)
-
-
 def test_a_cut_adapter(bad, tmp_path, adapters):
     short = copy_tree(adapters["llama"], tmp_path / "short")
     truncate(short / "adapter_model.safetensors")
@@ -227,8 +215,7 @@ def file_size_limit():
     ("stage", "size"),
     [
         ("cache", 2_000),
-        ("checkpoint's adapter", 30_000),
-        ("checkpoint's state", 120_000),
+        ("checkpoint", 120_000),
         ("adapter", 10_000),
     ],
 )
@@ -259,13 +246,8 @@ def test_full_disk(
     assert not [name for name in new if name.startswith("run/adapter/") or "result" in name]
     if stage == "cache":
         assert not new
-    if "checkpoint" in stage:
+    if stage == "checkpoint":
         assert not [name for name in new if name.startswith("run/checkpoints")]
-        # The file that stopped the run is the one this case is about.
-        checkpoint = whole.out / "checkpoints" / "step_00000002"
-        adapter = (checkpoint / "adapter.safetensors").stat().st_size
-        assert (size < adapter) == ("adapter" in stage)
-        assert size < (checkpoint / "state.pt").stat().st_size
     resumed = train(paths, **options, resume=True)
     assert resumed.result == whole.result
     assert listing(resumed.out) == listing(whole.out)

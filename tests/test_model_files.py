@@ -32,7 +32,15 @@ BOTH = [
     ("upper", (None,)),
     (
         "model",
-        (None, "", "no/such/folder", "./gone", "x" * 300, "owner/" + "x" * 300),
+        (
+            None,
+            "",
+            "no/such/folder",
+            "./gone",
+            "nobody/none",
+            "x" * 300,
+            "owner/" + "x" * 300,
+        ),
     ),
     ("adapter", ("no/such/folder", "x" * 300)),
     ("lower", ("x" * 300, "gone.jsonl")),
