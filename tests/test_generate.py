@@ -52,6 +52,14 @@ def ask(model, prompts, seeds=None, **options):
     return generate(model, prompts, seeds, **options)
 
 
+def only_ends(neox):
+    """A GPT-NeoX whose every position predicts token 0."""
+    with torch.no_grad():
+        neox.gpt_neox.final_layer_norm.bias.fill_(3.0)
+        neox.get_output_embeddings().weight[0] = 3.0
+    return neox.eval()
+
+
 # --- the distribution -----------------------------------------------------------------------------
 
 
@@ -246,10 +254,7 @@ def test_an_answer_ends_with_its_first_end_token_or_is_cut(model):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_that_only_ends_gives_empty_answers(temperature):
     """A bare end token is an answer: empty, complete; no PEFT around the model."""
-    model = make_neox().eval()
-    with torch.no_grad():
-        model.gpt_neox.final_layer_norm.bias.fill_(3.0)
-        model.get_output_embeddings().weight[0] = 3.0
+    model = only_ends(make_neox())
     assert ask(model, make_prompts(9), temperature=temperature) == [([0], True)] * 9
     assert ask(model, []) == []
 
