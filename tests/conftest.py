@@ -164,6 +164,18 @@ def adapters(folders, tmp_path_factory):
     return {name: make_adapter(folder, root / name) for name, folder in folders.items()}
 
 
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    """Standard normal numbers in float64, times `scale`."""
+    return scale * torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 

@@ -330,34 +330,25 @@ def test_float64_and_padding(folders, temperature):
 # --- what a GPU does otherwise --------------------------------------------------------------------
 
 
-def failing(model, monkeypatch, fails):
-    """Lets the model's `generate` raise what `fails` returns for a call; returns the sizes of the
-    batches that it was asked for."""
-    causal_lm = model.get_base_model()
-    whole = causal_lm.generate
-    sizes = []
-
-    def limited(input_ids, generation_config, **options):
-        sizes.append(len(input_ids))
-        error = fails(len(input_ids), generation_config)
-        if error is not None:
-            raise error
-        return whole(input_ids=input_ids, generation_config=generation_config, **options)
-
-    monkeypatch.setattr(causal_lm, "generate", limited)
-    return sizes
-
-
 def test_batches_halve_when_memory_is_short(model, monkeypatch):
     """The same answers; a single prompt that does not fit is an error."""
     prompts = make_prompts(9)
     expected = ask(model, prompts)
-    short = torch.cuda.OutOfMemoryError("out of memory")
+    one_batch = generate_module._one_batch
+    most = 2
+    sizes = []
+
+    def limited(model, config, prompts, *rest):
+        sizes.append(len(prompts))
+        if len(prompts) > most:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return one_batch(model, config, prompts, *rest)
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    sizes = failing(model, monkeypatch, lambda size, config: short if size > 2 else None)
+    monkeypatch.setattr(generate_module, "_one_batch", limited)
     assert ask(model, prompts, batch_size=8) == expected
     assert sizes == [8, 4, 2, 2, 2, 2, 1]
-    failing(model, monkeypatch, lambda size, config: short)
+    most = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ask(model, prompts)
 

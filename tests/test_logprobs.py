@@ -15,7 +15,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import ROOT, make_llama, make_neox, python
+from conftest import ROOT, make_llama, make_neox, normal, python, seeded
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,14 +38,6 @@ from logprobs import (
 BF16 = torch.bfloat16
 F32 = torch.float32
 F64 = torch.float64
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0, scale=1.0):
-    return scale * torch.randn(*shape, generator=seeded(seed), dtype=F64)
 
 
 def problem(T, V, d=24, scale=1.0, dtype=F64):

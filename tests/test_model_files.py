@@ -124,9 +124,7 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
 )
 def test_a_sliding_window_is_the_longest_row(limits, expected):
     """Packed rows see all of their own tokens."""
-    config = MistralConfig(num_hidden_layers=2, max_position_embeddings=128)
-    for name, value in limits.items():
-        setattr(config, name, value)
+    config = MistralConfig(num_hidden_layers=2, max_position_embeddings=128, **limits)
     assert models.context_length(config) == expected
 
 

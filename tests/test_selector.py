@@ -10,15 +10,12 @@ from fractions import Fraction
 
 import pytest
 import torch
+from conftest import seeded
 
 from selector import Selector, dynamic_mask, penalty, spearman, static_mask
 
 N, B = 11, 6
 F64 = torch.float64
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def autograd_gradient(omega, rows, losses, gamma):
