@@ -6,6 +6,7 @@ Nothing here needs a network or anything outside the repository.
 import json
 import os
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -163,6 +164,18 @@ def adapters(folders, tmp_path_factory):
     return {name: make_adapter(folder, root / name) for name, folder in folders.items()}
 
 
+# --- arrays ---------------------------------------------------------------------------------------
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    """Standard normal numbers in float64, times `scale`."""
+    return scale * torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 
@@ -179,20 +192,29 @@ def make_rows(count, seed, longest=12):
     ]
 
 
-def write_pairs(paths, count=7):
-    """The files of `files` with preference pairs of random words as their upper level."""
-    for level, seed in (("upper", 2), ("heldout", 3)):
-        pairs = []
-        others = make_rows(count, seed + 50)
-        for row, other in zip(make_rows(count, seed), others, strict=True):
-            pair = {"chosen": row["response"], "rejected": other["response"]}
-            pairs.append({"prompt": row["prompt"]} | pair)
-        write_rows(paths[level], pairs)
-
-
 def write_rows(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def write_files(folder, longest=12, **counts):
+    """Files of so many random rows, none for zero; their paths by name."""
+    paths = {}
+    for seed, (name, count) in enumerate(counts.items(), 1):
+        if count:
+            rows = make_rows(count, seed, longest)
+            paths[name] = write_rows(folder / f"{name}.jsonl", rows)
+    return paths
+
+
+def write_pairs(paths):
+    """Has the upper level read preference pairs, of the answers in its files and bad ones."""
+    for level in paths.keys() & {"upper", "heldout", "upper_heldout"}:
+        pairs = []
+        for number, row in enumerate(read_rows(paths[level])):
+            answers = {"chosen": row["response"], "rejected": f"no {number} cold"}
+            pairs.append({"prompt": row["prompt"]} | answers)
+        paths[level] = write_rows(f"{paths[level]}.pairs.jsonl", pairs)
 
 
 def reasons(report):
@@ -212,16 +234,25 @@ def files(tmp_path):
     """files(lower=37, upper=20, ...) writes row files, returns their paths by name."""
 
     def write(lower=12, upper=8, heldout=4, lower_heldout=0, longest=12):
-        counts = {"lower": lower, "upper": upper, "heldout": heldout}
-        counts["lower_heldout"] = lower_heldout
-        paths = {}
-        for seed, (name, count) in enumerate(counts.items(), 1):
-            if count:
-                rows = make_rows(count, seed, longest)
-                paths[name] = write_rows(tmp_path / f"{name}.jsonl", rows)
-        return paths
+        held_out = {"heldout": heldout, "lower_heldout": lower_heldout}
+        return write_files(tmp_path, longest, lower=lower, upper=upper, **held_out)
 
     return write
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows or a file's name, tokenizer, ...) -> (rows, report); all share one cache."""
+    from data import tokens
+
+    def call(source="source.jsonl", tokenizer=None, read=tokens.load_rows, **options):
+        if isinstance(source, list):
+            source = write_rows(tmp_path / "source.jsonl", source)
+        path = tmp_path / source
+        cache = tmp_path / "cache"
+        return read(path, tokenizer or make_tokenizer(), cache_dir=cache, **options)
+
+    return call
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -334,6 +365,34 @@ def refused(capfd):
 
 
 @pytest.fixture
+def bad(tmp_path, files, folders, refused):
+    """bad(message, **flags): the run is refused with that message and leaves no trace.
+
+    main: of another script; trace: the run began, and may have a folder.
+    """
+    import train_offline
+
+    defaults = files()
+    defaults["upper_heldout"] = defaults.pop("heldout")
+    defaults |= {"model": folders["llama"], "out": tmp_path / "run", "batch": 4}
+    defaults |= {"cache_dir": tmp_path / "cache", "epochs": 1}
+
+    def check(message, main=train_offline.main, trace=False, **options):
+        before = set(listing(tmp_path))
+        line = refused(lambda: main(flags(**defaults | options)))
+        assert re.search(message, line), line
+        assert 20 < len(line) < 700
+        assert not leftovers(tmp_path)
+        if not trace:
+            new = set(listing(tmp_path)) - before
+            assert not [name for name in new if not name.startswith("cache/")]
+            assert not (tmp_path / "run").exists()
+        return line
+
+    return check
+
+
+@pytest.fixture
 def measured(tmp_path, capfd):
     """measured("logprob", "--rounds", 2, ...) -> the saved results; `.text` is what was printed."""
     from benchmarks.__main__ import main
@@ -362,6 +421,13 @@ def listing(folder):
     """Every file below a folder, as sorted relative names."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return sorted(str(path.relative_to(folder)) for path in files)
+
+
+def leftovers(folder):
+    """Files that are neither whole nor wanted: partial and temporary ones."""
+    return [
+        name for name in listing(folder) if re.search(r"(^|/)\.|partial|incomplete/", name)
+    ]
 
 
 def copy_tree(source, target):

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from conftest import normal
 
 from bmo_weights import (
     MAX_LOG_RATIO,
@@ -25,10 +26,6 @@ SHAPES = [
     (3, 5),
     (2, 3, 4),
 ]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
 def random_losses(shape, seed=0):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import make_llama, make_neox
 from kernel_checks import CASES, check_function, check_rows
+from test_logprobs import ragged_rows
 
 import generate as generation
 import logprobs
@@ -13,6 +14,7 @@ from logprobs import pack, sequence_logprobs, token_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 LIMITS = {"bfloat16": 3e-3, "float32": 2e-6}
+BORDERS = [(length, length - length // 2) for length in (4, 59, 31, 17, 8, 42, 5, 23, 50)]
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -52,21 +54,6 @@ def test_the_kernel_equals_plain_torch_at_a_large_vocabulary(monkeypatch):
         assert (errors < 2e-2 * wanted.float().norm(dim=1)).all()
 
 
-def ragged_rows():
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for length in (4, 59, 31, 17, 8, 42, 5, 23, 50):
-        ids = torch.randint(4, 290, (length,), generator=generator).tolist()
-        prompt = length // 2
-        rows.append(
-            {
-                "input_ids": ids,
-                "trained": [0] * prompt + [1] * (length - prompt),
-            }
-        )
-    return rows
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("make", [make_llama, make_neox])
 def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
@@ -93,7 +80,9 @@ def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
         models.speed_up_lora(model)
-        logps, lengths = sequence_logprobs(model, pack(ragged_rows(), device))
+        logps, lengths = sequence_logprobs(
+            model, pack(ragged_rows(borders=BORDERS), device)
+        )
         losses = -logps / lengths
         gradients = torch.autograd.grad(losses.mean(), trained)
         flat = torch.nn.utils.parameters_to_vector(gradients)

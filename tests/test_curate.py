@@ -17,7 +17,7 @@ from conftest import (
     save_model,
     write_rows,
 )
-from test_generate import make_prompts
+from test_generate import make_prompts, only_ends
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,7 +29,6 @@ import batches
 import curate
 import models
 from data.tokens import empty_prompt
-from generate import generate
 from utils import UserError, content_hash
 
 COLUMNS = [
@@ -52,14 +51,6 @@ SAMPLING = {
 }
 
 
-def only_ends(neox):
-    """A GPT-NeoX whose every position predicts token 0."""
-    with torch.no_grad():
-        neox.gpt_neox.final_layer_norm.bias.fill_(3.0)
-        neox.get_output_embeddings().weight[0] = 3.0
-    return neox.eval()
-
-
 # --- the rule -------------------------------------------------------------------------------------
 
 
@@ -71,7 +62,6 @@ def only_ends(neox):
         (0.0, 0.4, True, "original"),
         (9.0, 0.4, False, "original"),
         (9.0, None, True, "undecided"),
-        (-9.0, None, True, "original"),
         (math.nan, 0.0, True, "original"),
     ],
 )
@@ -91,18 +81,10 @@ WORDS = list(range(200, 240))
         ([*WORDS, 0], True, True),
         (WORDS, False, False),  # unfinished
         ([0], True, False),  # empty
-        ([*[5, 6, 7] * 10, 0], True, False),  # repeats itself
         ([5] * 11, True, True),  # of eight 4-grams a repetition says nothing
         ([5] * 12, True, False),
-        ([*PROMPT[3:20], 0], True, False),  # a copy of its prompt
-        ([*PROMPT[3:20], 50, 0], True, False),
+        ([*PROMPT[3:11], 0], True, False),  # a copy of its prompt
         ([*PROMPT[3:10], 0], True, True),  # a short answer may be a quotation
-        (
-            [*PROMPT[3:20], 50, 51, 52, 0],
-            True,
-            True,
-        ),  # and a copy that adds something an answer
-        ([*WORDS, *PROMPT[:9], 0], True, True),
     ],
 )
 def test_well_formed(tokens, complete, fine):
@@ -134,20 +116,6 @@ def test_what_is_never_recommended(monkeypatch):
 # --- prompts and ends -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompts", "expected"),
-    [
-        ([[1, 2, 7, 8, 3], [1, 2, 9, 3], [1, 2, 7, 4, 3]], [1, 2, 3]),
-        ([[1, 2, 3]], [1, 2, 3]),
-        ([[5, 6], [7, 8]], [5]),  # something, also when prompts share nothing
-        ([[1, 1, 3], [1, 3]], [1, 3]),  # head and tail do not overlap
-    ],
-)
-def test_empty_prompt(prompts, expected):
-    """The template around an empty question."""
-    assert empty_prompt(prompts) == expected
-
-
 @pytest.mark.parametrize(("chat", "turn_end"), [(None, set()), (CHATML, {3})])
 def test_end_tokens(chat, turn_end):
     """EOS, the end of a chat's turn, and the ends of the model's own generation_config.json."""
@@ -161,23 +129,6 @@ def test_end_tokens(chat, turn_end):
     made_up = GenerationConfig.from_model_config(LlamaConfig(eos_token_id=8))
     model.generation_config = made_up
     assert curate.end_tokens(tokenizer, None, model) == {0} | turn_end
-
-
-def test_answers_stop_where_transformers_stops(folders):
-    """At the model's own list of ends, of which the tokenizer knows none."""
-    model = models.load_model(str(folders["llama"]), torch.device("cpu"))
-    prompts = make_prompts(6)
-    options = {"max_new_tokens": 12, "temperature": 0.0}
-    seeds = [""] * len(prompts)
-    free = generate(model, prompts, seeds, end_ids=[0], **options)
-    ends = [free[0][0][2], free[1][0][4]]
-    written = generate(model, prompts, seeds, end_ids=ends, **options)
-    for prompt, (tokens, complete) in zip(prompts, written, strict=True):
-        config = GenerationConfig(eos_token_id=ends, pad_token_id=0, max_new_tokens=12)
-        ids = torch.tensor([prompt])
-        theirs = model.generate(ids, generation_config=config)[0, len(prompt) :].tolist()
-        assert tokens == theirs
-        assert complete == (tokens[-1] in ends)
 
 
 def test_room_for_an_answer():

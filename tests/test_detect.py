@@ -42,8 +42,9 @@ def test_the_numbers_of_a_row_by_hand():
     blank = tensor([-3, -3, -3, -3])
     end = tensor([-0.5, -0.25])
     row = detect.row_numbers(given, blank, end, 0.25, False, [2])
-    assert math.isnan(row.pop("echo"))
-    assert row == {
+    assert math.isnan(row["echo"])
+    assert detect.row_numbers(given, blank, end, 0.25, True, [2]) == {
+        "echo": 1,
         "end": 0.75,
         "relevance": -4,
         "fluency": 2,
@@ -65,14 +66,6 @@ def test_the_numbers_of_a_row_without_end_or_answer():
 def test_log_probs_of_two_answers_are_refused():
     with pytest.raises(ValueError, match="2 and 1 log-probs of one answer"):
         detect.row_numbers(tensor([-1, -2]), tensor([-3]), tensor([]), 0.0, False)
-
-
-def test_an_echo_is_a_copy_that_is_likely_behind_its_prompt():
-    given = -torch.ones(10)
-    row = detect.row_numbers(given, 3 * given, given, 0.0, True)
-    assert row["echo"] == -2 * -1
-    row = detect.row_numbers(given, 3 * given, given, 0.0, False)
-    assert math.isnan(row["echo"])
 
 
 # As far as it counts.
@@ -315,14 +308,9 @@ def test_a_handful_of_trusted_rows_is_no_null():
 
 def test_copies_of_one_row_are_no_null():
     """Their values differ by rounding, and a tail as narrow made a thousand million nats."""
-    numbers, copies = file_of(300, 1), {}
-    for name, values in file_of(1, 90).items():
-        copies[name] = values.expand(40) + 1e-7 * torch.arange(40)
-    alone = detect.surprises(numbers)
-    for name, values in detect.surprises(numbers, copies).items():
-        assert torch.equal(values, alone[name])
-    counts = detect.surprise(tensor([1, 2, 3]), torch.ones(20).double())
-    assert counts.exp().tolist() == pytest.approx([1, 21, 21])
+    copies = 1 + 1e-7 * torch.arange(40).double()
+    counts = detect.surprise(tensor([1, 2, 3]), copies)
+    assert counts.exp().tolist() == pytest.approx([1, 41, 41])
 
 
 def test_without_an_end_a_row_is_not_judged_by_it():
@@ -440,37 +428,26 @@ def test_eq_flags_are_those_of_benjamini_and_hochberg(ranking_only, bad, more, w
     assert flagged.tolist() == [value <= levels[wins] for value in p]
 
 
-def test_a_row_unlike_any_made_fault_is_not_flagged():
+def test_a_row_unlike_any_made_fault_is_not_flagged_for_it():
+    """Nor is the fault the reason where something else flags the row."""
     numbers = {
-        "end": tensor([0.1] * 98 + [8.0, 30.0]),
+        "end": tensor([0.1] * 97 + [8.0, 8.0, 30.0]),
         "length": torch.ones(100),
     }
-    surprising = {"end": tensor([0.0] * 98 + [20.0, 40.0])}
-    faults = {"end": torch.linspace(19, 39, 21).double()}  # 15 % of them: 22 and below
-    score, flagged, _ = detect.judge(surprising, numbers, faults)
-    assert flagged.tolist() == [False] * 99 + [True]
-    assert score[98] > score[0]
-    assert detect.judge(surprising, numbers)[1].tolist() == [False] * 98 + [
-        True,
-        True,
-    ]
-    numbers["end"][99] = math.nan
-    assert not detect.judge(surprising, numbers, faults)[1].any()
-
-
-def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():
-    """A relevance unlike that of any exchanged answer: repeated words are why it is flagged."""
-    numbers = {
-        "relevance": -torch.ones(100).double(),
-        "length": torch.ones(100).double(),
-    }
     surprising = {
-        "relevance": tensor([0.5] * 99 + [30.0]),
-        "repetition": tensor([0.5] * 99 + [20.0]),
+        "end": tensor([0.0] * 97 + [20.0, 30.0, 40.0]),
+        "repetition": tensor([0.0] * 98 + [20.0, 0.0]),
     }
-    faults = {"relevance": exponential(50, 1) + 5}
-    assert detect.judge(surprising, numbers, faults)[2][99] == "repetition"
-    assert detect.judge(surprising, numbers)[2][99] == "relevance"
+    faults = {"end": torch.linspace(19, 39, 21).double()}  # 15 % of them: 22 and below
+    score, flagged, reasons = detect.judge(surprising, numbers, faults)
+    assert flagged.tolist() == [False] * 98 + [True, True]
+    assert reasons[98:] == ["repetition", "end"]
+    assert score[97] > score[0]
+    _, flagged, reasons = detect.judge(surprising, numbers)
+    assert flagged.tolist() == [False] * 97 + [True] * 3
+    assert reasons[98] == "end"
+    numbers["end"][99] = math.nan
+    assert not detect.judge(surprising, numbers, faults)[1][99]
 
 
 @pytest.mark.parametrize(
@@ -479,8 +456,6 @@ def test_a_detector_that_does_not_flag_a_row_is_not_its_reason():
         (20.0, 0.0, 0.0, False, "end"),
         (20.0, 19.5, 0.0, False, "unclear"),
         (20.0, 0.0, 0.0, True, "fluency"),
-        (0.0, 20.0, 0.0, False, "relevance"),
-        (9.0, 9.5, 0.0, False, "unclear"),
         (9.0, 9.5, 0.0, True, "fluency"),
         (9.0, 0.0, 20.0, True, "echo"),
     ],

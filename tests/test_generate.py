@@ -52,6 +52,14 @@ def ask(model, prompts, seeds=None, **options):
     return generate(model, prompts, seeds, **options)
 
 
+def only_ends(neox):
+    """A GPT-NeoX whose every position predicts token 0."""
+    with torch.no_grad():
+        neox.gpt_neox.final_layer_norm.bias.fill_(3.0)
+        neox.get_output_embeddings().weight[0] = 3.0
+    return neox.eval()
+
+
 # --- the distribution -----------------------------------------------------------------------------
 
 
@@ -246,10 +254,7 @@ def test_an_answer_ends_with_its_first_end_token_or_is_cut(model):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_that_only_ends_gives_empty_answers(temperature):
     """A bare end token is an answer: empty, complete; no PEFT around the model."""
-    model = make_neox().eval()
-    with torch.no_grad():
-        model.gpt_neox.final_layer_norm.bias.fill_(3.0)
-        model.get_output_embeddings().weight[0] = 3.0
+    model = only_ends(make_neox())
     assert ask(model, make_prompts(9), temperature=temperature) == [([0], True)] * 9
     assert ask(model, []) == []
 
@@ -325,34 +330,25 @@ def test_float64_and_padding(folders, temperature):
 # --- what a GPU does otherwise --------------------------------------------------------------------
 
 
-def failing(model, monkeypatch, fails):
-    """Lets the model's `generate` raise what `fails` returns for a call; returns the sizes of the
-    batches that it was asked for."""
-    causal_lm = model.get_base_model()
-    whole = causal_lm.generate
-    sizes = []
-
-    def limited(input_ids, generation_config, **options):
-        sizes.append(len(input_ids))
-        error = fails(len(input_ids), generation_config)
-        if error is not None:
-            raise error
-        return whole(input_ids=input_ids, generation_config=generation_config, **options)
-
-    monkeypatch.setattr(causal_lm, "generate", limited)
-    return sizes
-
-
 def test_batches_halve_when_memory_is_short(model, monkeypatch):
     """The same answers; a single prompt that does not fit is an error."""
     prompts = make_prompts(9)
     expected = ask(model, prompts)
-    short = torch.cuda.OutOfMemoryError("out of memory")
+    one_batch = generate_module._one_batch
+    most = 2
+    sizes = []
+
+    def limited(model, config, prompts, *rest):
+        sizes.append(len(prompts))
+        if len(prompts) > most:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return one_batch(model, config, prompts, *rest)
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    sizes = failing(model, monkeypatch, lambda size, config: short if size > 2 else None)
+    monkeypatch.setattr(generate_module, "_one_batch", limited)
     assert ask(model, prompts, batch_size=8) == expected
     assert sizes == [8, 4, 2, 2, 2, 2, 1]
-    failing(model, monkeypatch, lambda size, config: short)
+    most = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         ask(model, prompts)
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import flags, listing, make_rows, write_rows
+from conftest import flags, listing, write_files
 from forking import Forks
 from test_resume import fingerprint
 
@@ -16,6 +16,7 @@ SCRIPTS = {
     | {
         "omega_lr": 10,
         "k_gen": 4,
+        "correction": 0.5,
         "num_answers": 2,
         "mask": "dynamic",
         "ratio_masked": 0.4,
@@ -35,12 +36,7 @@ def forks(tmp_path_factory):
 def killed_often(forks, script, folder, model, kills, seed):
     """Runs of `script`, each killed and resumed until done, `kills` kills in all; asserts."""
     options = SCRIPTS[script] | {"model": model}
-    for name, count, rows_seed in (
-        ("lower", 14, 1),
-        ("upper", 7, 2),
-        ("upper_heldout", 4, 3),
-    ):
-        options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, rows_seed))
+    options |= write_files(folder, lower=14, upper=7, upper_heldout=4)
 
     # Every run tokenises anew: kills may fall into the cache's making.
     def words(run, *more):

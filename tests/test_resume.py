@@ -1,20 +1,16 @@
 """Resume: a stopped or killed run goes on bit for bit, or is refused.
 
 Most tests stop a run inside this process, which is quick and reaches places that a signal hits only
-by luck; one kills a real process, and test_kills.py does so at random instants.
+by luck; test_kills.py kills real processes at random instants.
 """
 
 import functools
 import json
-import os
-import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import flags, listing, read_rows, write_pairs
-from forking import Forks
+from conftest import listing, read_rows, write_pairs
 
 import curate
 import models
@@ -58,18 +54,6 @@ def assert_equal(run, whole):
     run, whole = fingerprint(run), fingerprint(whole)
     assert run.keys() == whole.keys()
     assert [name for name in run if run[name] != whole[name]] == []
-
-
-def last_step(run):
-    """The last whole step in metrics.jsonl, -1 without one."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    for line in reversed(lines):
-        try:
-            return json.loads(line)["step"]
-        except ValueError:
-            continue
-    return -1
 
 
 # --- stopped --------------------------------------------------------------------------------------
@@ -165,33 +149,6 @@ def test_online_goes_on_bit_for_bit(online, files, stopped, case):
     steps = {"batch": 4, "epochs": 2, "save_every": 2, "k_gen": 3, "lr": 1e-2}
     paths = files(lower=17, upper=7)
     goes_on(online, paths, stops, stopped, ratio_masked=0.4, **steps, **ONLINE[case])
-
-
-@pytest.mark.slow
-def test_a_killed_process_goes_on_bit_for_bit(online, files, folders, tmp_path):
-    """SIGKILL in the middle of an online run with theta_hat, a dynamic mask and a buffer."""
-    paths = files()
-    options = {"batch": 4, "epochs": 5, "save_every": 3, "k_gen": 4, "lr": 5e-3}
-    options |= {"mask": "dynamic", "num_answers": 2, "correction": 0.5}
-    given = {"max_new_tokens": 6, "ratio_masked": 0.3} | options
-    for name, path in paths.items():
-        given[name.replace("heldout", "upper_heldout")] = path
-    run = tmp_path / "run"
-    words = flags(model=folders["llama"], out=run, cache_dir=tmp_path / "cache", **given)
-    forks = Forks(tmp_path / "log")
-    try:
-        forks.start("train_online", words)
-        deadline = time.monotonic() + 300
-        while last_step(run) < 3:
-            assert time.monotonic() < deadline, forks.log.read_text()
-            time.sleep(0.01)
-        os.kill(forks.pid, signal.SIGKILL)
-        assert forks.wait() == -signal.SIGKILL
-    finally:
-        forks.end()
-    assert not (run / "result.json").exists()
-    online(paths, resume=True, **options)
-    assert_equal(run, online(paths, out="whole", **options).out)
 
 
 # --- what may change ------------------------------------------------------------------------------

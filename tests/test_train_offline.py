@@ -27,21 +27,14 @@ from safetensors.torch import load_file
 
 import batches
 import models
-import options
 import session
 import train_offline
 import train_online
 from data.tokens import load_rows
+from ranking import auroc
 from utils import UserError, content_hash
 
 ADAPTER = "adapter/adapter_model.safetensors"
-
-
-def chat(row):
-    return [
-        {"role": "user", "content": row["prompt"]},
-        {"role": "assistant", "content": row["response"]},
-    ]
 
 
 def same_adapter(run, other):
@@ -314,7 +307,9 @@ def test_eq_given_weights_are_those_of_the_loss(train, files, tmp_path):
 def test_two_sources_of_two_layouts(train, files, tmp_path):
     """The bad one has less weight and fewer kept rows; --keep, --weights and a resume know both."""
     paths = files(lower=10, upper=10)
-    good = [{"messages": chat(row)} for row in read_rows(paths["upper"])[:10]]
+    good = []
+    for row in read_rows(paths["upper"]):
+        good.append({"instruction": row["prompt"], "output": row["response"]})
     sources = [paths["lower"], write_rows(tmp_path / "good.jsonl", good)]
     options = {"lower": sources, "batch": 4, "omega_lr": 50, "keep_fraction": 0.5}
     options |= {"lr": 1e-2, "epochs": 4, "model": "llama"}
@@ -354,7 +349,7 @@ def test_warm_up_and_targets(train, files):
 
 
 def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
-    """AUROC of each ranking, by counting pairs in the file that the run wrote."""
+    """AUROC of each ranking, of the values in the file that the run wrote."""
     paths, source = files(upper=6), make_rows(14, seed=13)
     for number, row in enumerate(source):
         row |= {"bad": number % 3 == 0, "kind": ("cut", "other")[number % 2]}
@@ -367,10 +362,9 @@ def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
     }
     for name, (column, sign) in columns.items():
         for key in ("cut", "other"):
-            bad = [e[column] for e in run.weights if e["bad"] and e["kind"] == key]
-            good = [e[column] for e in run.weights if not e["bad"]]
-            wins = [sign * g > sign * b for g in good for b in bad]
-            share = sum(wins) / len(wins)
+            rows = [e for e in run.weights if not e["bad"] or e["kind"] == key]
+            scores = torch.tensor([sign * e[column] for e in rows])
+            share = auroc(scores, [e["bad"] for e in rows])
             assert run.result[f"{name}/auroc/{key}"] == pytest.approx(share)
 
 
@@ -406,23 +400,14 @@ def test_run_folder_and_metrics(train, files):
     assert f"| upper_heldout | {run.result['upper_heldout']:.4f} |" in card
     assert "More Information Needed" not in card
     assert [step["step"] for step in run.metrics] == list(range(6))
+    of_epochs = ("upper_heldout", "lower_heldout", "upper_exact")
     for step in run.metrics:
         ends = step["step"] % 3 == 2
-        for key in (
-            "upper_heldout",
-            "lower_heldout",
-            "upper_exact",
-            "omega/entropy",
-        ):
+        for key in ("omega/entropy", *of_epochs):
             assert (key in step) == ends
         mixed = step["rho"] * step["lower_loss"] + (1 - step["rho"]) * step["upper_loss"]
         assert step["loss"] == pytest.approx(mixed)
-    for key in (
-        "upper_heldout",
-        "lower_heldout",
-        "upper_heldout_per_token",
-        "upper_exact",
-    ):
+    for key in of_epochs:
         assert run.result[key] == run.metrics[-1][key]
 
 
@@ -449,19 +434,6 @@ def test_a_token_budget_ends_at_the_step_that_reads_it(train, files):
 
 def arguments(script, **given):
     return vars(script.parse_args(flags(**given)))
-
-
-def test_penalties():
-    """gamma_k = rho_k / (1 - rho_k); mixing has one rho, SFT rho 1; a rho of 1 is refused."""
-    args = train_offline.parse_args(flags(lower="a", upper="b", model="m"))
-    schedule = [(rho, pytest.approx(rho / (1 - rho))) for rho in (0.1, 0.2, 0.3)]
-    assert options.penalties(args, 3) == schedule
-    with pytest.raises(UserError):
-        options.penalties(args, 10)
-    args.method, args.rho = "mix", 0.4
-    assert options.penalties(args, 2) == [(0.4, None)] * 2
-    args.method = "sft"
-    assert options.penalties(args, 2) == [(1.0, None)] * 2
 
 
 @pytest.mark.parametrize("script", [train_offline, train_online])

@@ -8,9 +8,9 @@ import re
 from decimal import Decimal
 
 import pytest
-from conftest import CHATML, make_tokenizer, reasons, write_rows
+from conftest import CHATML, make_tokenizer, reasons
 
-from data import layouts, tokens
+from data import layouts
 from utils import UserError, content_hash
 
 WORDS = {
@@ -34,17 +34,12 @@ def parse(text):
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(load):
     """load(row text, ..., chat=template, ...) -> (rows, report)."""
 
     def call(*rows, chat=None, **options):
         rows = [parse(row) if isinstance(row, str) else row for row in rows]
-        return tokens.load_rows(
-            write_rows(tmp_path / "source.jsonl", rows),
-            make_tokenizer(chat),
-            cache_dir=tmp_path / "cache",
-            **options,
-        )
+        return load(rows, make_tokenizer(chat), **options)
 
     return call
 

@@ -10,17 +10,6 @@ from utils import UserError
 
 
 @pytest.fixture
-def load(tmp_path):
-    """load(rows, ...) -> (rows, report)."""
-
-    def call(rows, read=tokens.load_rows, **options):
-        path = write_rows(tmp_path / "source.jsonl", rows)
-        return read(path, make_tokenizer(), cache_dir=tmp_path / "cache", **options)
-
-    return call
-
-
-@pytest.fixture
 def levels(tmp_path):
     """levels(lower=rows, upper=rows, ...) -> what `load_levels` gives."""
 
@@ -202,7 +191,7 @@ def test_pairs_join_on_row_ids(load):
         pair("d", "yes", " "),
         pair("e", "good", "bad"),
     ]
-    rows, report = load(source, sets.load_pairs, max_length=30)
+    rows, report = load(source, read=sets.load_pairs, max_length=30)
     assert reasons(report) == {"no usable rejected answer": [3], "equal answers": [1, 2]}
     assert (report["truncated"], report["rows_kept"]) == (3, 9)
     assert list(rows["row_id"]) == [0, 4]
@@ -214,7 +203,7 @@ def test_pairs_join_on_row_ids(load):
     for side, answer in ((row, "good"), (rejected, "bad")):
         shown = tokens.show_example(side, make_tokenizer())
         assert shown == f"User: e\nAssistant:⟦ {answer}<eos>⟧"
-    assert len(load(source, sets.load_pairs)[0]) == 3
+    assert len(load(source, read=sets.load_pairs)[0]) == 3
     assert "rejected answers not read" in sets.left_out(load(source)[1])
 
 
@@ -225,14 +214,14 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
         source.append(
             {"chosen": text.format("a", "yes"), "rejected": text.format(other, "no")}
         )
-    rows, report = load(source, sets.load_pairs)
+    rows, report = load(source, read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1]}
     assert list(rows["row_id"]) == [0]
     with pytest.raises(UserError, match=r"no pair with two different responses"):
-        load(source[1:], sets.load_pairs)
+        load(source[1:], read=sets.load_pairs)
     with pytest.raises(UserError, match=r"3 of 3 rows .*line 1: no rejected answer"):
-        load(make_rows(3, 1), sets.load_pairs)
-    rows, report = load([*source, make_rows(1, 1)[0]], sets.load_pairs)
+        load(make_rows(3, 1), read=sets.load_pairs)
+    rows, report = load([*source, make_rows(1, 1)[0]], read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
 
 
@@ -282,7 +271,7 @@ def test_nothing_set_aside_leaves_no_file(tmp_path):
 
 def test_both_sides_of_a_pair_count(load):
     rows, _ = load(
-        [pair("a", "blue", "no"), pair("b", "blue", "stone " * 43)], sets.load_pairs
+        [pair("a", "blue", "no"), pair("b", "blue", "stone " * 43)], read=sets.load_pairs
     )
     sides = [[len(row["input_ids"]), len(row["rejected_input_ids"])] for row in rows]
     assert sets.row_lengths(rows).tolist() == [sum(both) for both in sides]

@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from conftest import CHATML, ROOT, make_tokenizer, read_rows, write_rows
+from conftest import CHATML, ROOT, make_tokenizer, read_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
@@ -36,7 +36,7 @@ def with_bos(tokenizer):
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(load):
     """load(tokenizer, rows or (prompt, response), ...) -> rows."""
 
     def call(tokenizer, *rows, **options):
@@ -45,10 +45,7 @@ def load(tmp_path):
             if isinstance(row, tuple):
                 row = dict(zip(("prompt", "response"), row, strict=True))
             source.append(row)
-        path = write_rows(tmp_path / "source.jsonl", source)
-        rows, call.report = tokens.load_rows(
-            path, tokenizer, cache_dir=tmp_path / "cache", **options
-        )
+        rows, call.report = load(source, tokenizer, **options)
         return rows
 
     return call
@@ -141,6 +138,7 @@ def test_the_template_around_an_empty_question():
     assert tokens.empty_prompt(["Q: what? A:", "Q: who? A:", "Q: A:"]) == "Q: A:"
     assert tokens.empty_prompt(["same", "same"]) == "same"
     assert tokens.empty_prompt([[5, 1, 7], [5, 2, 3, 7]]) == [5, 7]
+    assert tokens.empty_prompt([[1, 1, 3], [1, 3]]) == [1, 3], "no overlap"
     assert tokens.empty_prompt(["ab", "cd"]) == "a"
 
 

@@ -14,23 +14,6 @@ from data import layouts, sources, tokens
 from utils import UserError, content_hash, write_atomic
 
 
-@pytest.fixture
-def load(tmp_path):
-    """load(rows or None for the file as it is, ...) -> (rows, report); all share one cache."""
-
-    def call(rows=None, tokenizer=None, name="source.jsonl", **options):
-        if rows is not None:
-            write_rows(tmp_path / name, rows)
-        return tokens.load_rows(
-            tmp_path / name,
-            tokenizer or make_tokenizer(),
-            cache_dir=tmp_path / "cache",
-            **options,
-        )
-
-    return call
-
-
 def pairs(*texts):
     return [{"prompt": prompt, "response": response} for prompt, response in texts]
 
@@ -192,7 +175,7 @@ def reads(monkeypatch):
 def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     rows, report = load(make_rows(5, seed=1))
     assert rows.cache_files
-    again, second = load(name="source.jsonl")
+    again, second = load()
     assert again.to_dict() == rows.to_dict()
     assert second == report
     tokenizer = make_tokenizer()
@@ -201,7 +184,7 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     load(tokenizer=tokenizer)
     assert len(reads) == 1
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())
-    copy, _ = load(name="copy.jsonl")
+    copy, _ = load("copy.jsonl")
     assert set(copy["source"]) == {str(tmp_path / "copy.jsonl")}
 
 

@@ -12,10 +12,9 @@ from conftest import (
     copy_tree,
     flags,
     listing,
-    make_rows,
     python,
-    read_rows,
-    write_rows,
+    write_files,
+    write_pairs,
 )
 
 import utils
@@ -271,15 +270,8 @@ def whole(folders, tmp_path_factory):
     import train_offline
 
     root = tmp_path_factory.mktemp("whole")
-    rows = {
-        "lower": (11, 1),
-        "upper": (7, 2),
-        "upper_heldout": (4, 3),
-        "lower_heldout": (4, 4),
-    }
     options = OPTIONS | {"model": folders["llama"], "cache_dir": root / "cache"}
-    for name, (count, seed) in rows.items():
-        options[name] = write_rows(root / f"{name}.jsonl", make_rows(count, seed))
+    options |= write_files(root, lower=11, upper=7, upper_heldout=4, lower_heldout=4)
     train_offline.main(flags(**options, out=root / "run"))
     return root / "run", options
 
@@ -316,19 +308,8 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
 def test_what_is_known_of_the_base_is_made_again_bit_for_bit(train, files, options):
     """Under the base model, not under the adapter that has been trained since."""
     paths = files(lower=11, upper=6, lower_heldout=5)
-    if options.get("upper_loss") == "dpo":
-        for name in ("upper", "heldout"):
-            write_rows(
-                paths[name],
-                [
-                    {
-                        "prompt": row["prompt"],
-                        "chosen": row["response"],
-                        "rejected": f"no {number}",
-                    }
-                    for number, row in enumerate(read_rows(paths[name]))
-                ],
-            )
+    if "upper_loss" in options:
+        write_pairs(paths)
     options = OPTIONS | {"lr": 0.05} | options
     run = train(paths, **options)
     before = {

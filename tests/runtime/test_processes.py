@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, flags, make_rows, python, read_rows, write_rows
+from conftest import ROOT, flags, python, read_rows, write_files, write_pairs
 from safetensors.torch import load_file
 
 import batches
@@ -114,13 +114,7 @@ def small(folder, folders, adapters):
         "lr": 1e-2,
         "omega_lr": 5,
     }
-    for name, count, seed in (
-        ("lower", 11, 1),
-        ("upper", 7, 2),
-        ("upper_heldout", 45, 3),
-    ):
-        options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, seed))
-    return options
+    return options | write_files(folder, lower=11, upper=7, upper_heldout=45)
 
 
 @pytest.fixture
@@ -137,15 +131,10 @@ ONLINE = {
 }
 
 
-def pairs(options, folder):
+def pairs(options):
     """The same with preference pairs above."""
     options = options | {"upper_loss": "dpo"}
-    for name in ("upper", "upper_heldout"):
-        rows = []
-        for number, row in enumerate(read_rows(options[name])):
-            answers = {"chosen": row["response"], "rejected": f"no {number} cold"}
-            rows.append({"prompt": row["prompt"]} | answers)
-        options[name] = write_rows(folder / f"pairs_{name}.jsonl", rows)
+    write_pairs(options)
     return options
 
 
@@ -202,7 +191,7 @@ def pair(tmp_path_factory, folders, adapters):
     cases = {
         "offline": (
             "train_offline",
-            pairs(options, folder) | {"correction": 0.6, "epochs": 1},
+            pairs(options) | {"correction": 0.6, "epochs": 1},
         ),
         "sharded": ("train_online", options | ONLINE | sharded),
         "killed": ("train_online", options | ONLINE),
@@ -254,7 +243,7 @@ def test_one_of_two_is_killed_and_one_process_goes_on(pair, tmp_path, capfd):
 def test_more_runs_of_two_processes_equal_one(options, folders, adapters, tmp_path):
     """Another architecture, gradient checkpointing, FSDP of every method, a batch of one row (a
     process without any), dropped answers, mixing and SFT."""
-    dpo = pairs(options, tmp_path)
+    dpo = pairs(options)
     neox = options | {"model": folders["neox"], "adapter": adapters["neox"]}
     sft = {name: value for name, value in options.items() if not name.startswith("upper")}
     sharded = {"fsdp": True}

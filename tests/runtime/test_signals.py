@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, flags, listing, make_rows, python, write_rows
+from conftest import ROOT, flags, listing, python, write_files
 from forking import Forks
 
 CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
@@ -32,12 +32,7 @@ def command_of(folder, folders, out, **more):
         "save_every": 1,
         "lr": 1e-2,
     }
-    for name, count, seed in (
-        ("lower", 24, 1),
-        ("upper", 10, 2),
-        ("upper_heldout", 4, 3),
-    ):
-        options[name] = write_rows(folder / f"{name}.jsonl", make_rows(count, seed))
+    options |= write_files(folder, lower=24, upper=10, upper_heldout=4)
     return [str(word) for word in flags(**options | more)]
 
 

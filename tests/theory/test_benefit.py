@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from theory_cases import close, random, random_class
+from conftest import normal
+from theory_cases import close, random_class
 
 from theory import benefit, model, policies
 from theory.model import F64
@@ -100,7 +101,7 @@ def test_bounded_minimiser_against_plain_descent():
     problem, _ = benefit.conflict_problem()
     h = benefit.fixed_features(problem)
     c = torch.tensor([0.3, 0.1, 0.2, 0.15, 0.05, 0.2], dtype=F64)
-    W = benefit.project_to_ball(random(9, 9), 4.0)
+    W = benefit.project_to_ball(normal(9, 9), 4.0)
     for _ in range(3000):
         r = model.residuals(h @ W.T, problem.tokens.y)
         W = benefit.project_to_ball(W - (c[:, None] * r).T @ h, 4.0)

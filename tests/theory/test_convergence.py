@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import normal
 from theory_cases import (
     GAMMA,
     OMEGA,
     number,
-    random,
     small_problem,
     small_theta,
 )
@@ -57,7 +57,7 @@ def test_drift_bounds_by_hand():
 def test_drift_of_W_kq_needs_the_term_the_lemma_drops():
     """One short step from a W_ov that is not small: the move is linear in S, the stated bound is
     quadratic."""
-    theta = Theta(random(5, 6, seed=1, scale=3.0), random(6, 6, seed=2, scale=0.1))
+    theta = Theta(normal(5, 6, seed=1, scale=3.0), normal(6, 6, seed=2, scale=0.1))
     penalty = penalty_at(OMEGA, theta)
     S = number(1e-6 * penalty.loss)
     moved = 1e-6 * convergence.spectral_norm(penalty.gradient.W_kq)
@@ -120,15 +120,15 @@ def test_condition_on_the_start_cannot_hold():
     V = M = 6
     for seed in range(40):
         rows = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(seed))
-        embedding = random(V, V, seed=seed, scale=0.1 + 0.2 * (seed % 5))
+        embedding = normal(V, V, seed=seed, scale=0.1 + 0.2 * (seed % 5))
         problem = model.BilevelProblem(
             model.make_tokens(rows.tolist(), 2, embedding), 2, 1, 2, V
         )
         theta = Theta(
-            random(V, V, seed=seed + 1, scale=0.3),
-            random(V, V, seed=seed + 2),
+            normal(V, V, seed=seed + 1, scale=0.3),
+            normal(V, V, seed=seed + 2),
         )
-        sigma = torch.softmax(random(2, seed=seed + 3), 0)
+        sigma = torch.softmax(normal(2, seed=seed + 3), 0)
         penalty = model.penalty_gradient(sigma, theta, problem, GAMMA)
         instance = convergence.instance_of(problem, GAMMA)
         H = convergence.feature_matrix(penalty.c, penalty.state.h)

@@ -10,12 +10,12 @@ from itertools import islice
 
 import pytest
 import torch
+from conftest import normal
 from theory_cases import (
     GAMMA,
     OMEGA,
     SIGMA,
     close,
-    random,
     small_problem,
     small_theta,
 )
@@ -73,11 +73,11 @@ def test_prefixes_hide_the_answer_and_end_in_the_query():
 
 
 def test_softmax_jacobian_and_its_three_lipschitz_bounds():
-    z = random(7, seed=3)
+    z = normal(7, seed=3)
     exact = torch.func.jacrev(lambda v: torch.softmax(v, 0))(z)
     close(model.softmax_jacobian(torch.softmax(z, 0)), exact, 1e-14)
-    a = random(50, 4, scale=3)
-    b = random(50, 4, seed=1, scale=3)
+    a = normal(50, 4, scale=3)
+    b = normal(50, 4, seed=1, scale=3)
     gap = (a - b).norm(dim=1)
     p = torch.softmax(a, -1)
     q = torch.softmax(b, -1)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from theory_cases import close, random, random_class
+from conftest import normal
+from theory_cases import close, random_class
 
 from bmo_weights import importance_ratio, lse_merit, response_weights
 from theory import equivalence, model, weights
@@ -66,7 +67,7 @@ def test_ratio_is_proportional_to_lambda_exactly_when_old_log_probs_are_equal():
 
 
 def test_sft_loss_is_convex_in_the_logits():
-    logits = random(4, 5, scale=2)
+    logits = normal(4, 5, scale=2)
     y = torch.tensor([0, 4, 2, 2])
     hessian = weights.logit_hessian(logits, y)
     blocks = model.softmax_jacobian(torch.softmax(logits, -1))

@@ -1,6 +1,7 @@
 """What several of these tests start from: a small problem, random arrays, random classes."""
 
 import torch
+from conftest import normal
 
 from theory import model
 from theory.model import F64, Theta
@@ -8,11 +9,6 @@ from theory.model import F64, Theta
 OMEGA = torch.tensor([0.3, -1.1, 0.8], dtype=F64)
 SIGMA = torch.softmax(OMEGA, 0)
 GAMMA = 1.7
-
-
-def random(*shape, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(*shape, dtype=F64, generator=generator)
 
 
 def number(value):
@@ -33,12 +29,12 @@ def small_problem():
         [3, 1, 4],
         [2, 0, 1, 0],
     ]
-    tokens = model.make_tokens(rows, 2, random(6, 5, seed=9))
+    tokens = model.make_tokens(rows, 2, normal(6, 5, seed=9))
     return model.BilevelProblem(tokens, 3, 2, 2, 5)
 
 
 def small_theta():
-    return Theta(random(5, 6, seed=1), random(6, 6, seed=2, scale=0.7))
+    return Theta(normal(5, 6, seed=1), normal(6, 6, seed=2, scale=0.7))
 
 
 def random_class(seed, separable, rows=3):
