@@ -19,7 +19,7 @@ from logprobs import pack, sequence_logprobs
 from models import is_sharded
 
 TOKENS_AT_ONCE = 4096  # packed into one forward when no gradient is kept
-# Runs a forward whose result is not used.
+# A row for a forward whose result is not used.
 SPARE_ROW = {
     "input_ids": [0, 0],
     "trained": [0, 1],

@@ -54,7 +54,7 @@ def end_tokens(tokenizer, template, model):
     """
     ends = end_ids(tokenizer, template)
     config = models.bare(model).generation_config
-    # Without a file transformers makes one up from config.json, whose defaults are no model's.
+    # Without that file transformers builds one from config.json, with defaults of its own.
     if config.eos_token_id is not None and not config._from_model_config:
         ends |= set(torch.tensor(config.eos_token_id).flatten().tolist())
     return ends

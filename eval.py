@@ -12,8 +12,6 @@ python eval.py answers RUN [RUN ...] --prompt TEXT  base and runs answer side by
 python eval.py winrate generate|judge|rate ...      win rate against a reference
 """
 
-import argparse
-
 import utils  # noqa: F401  # before torch: it quiets its waiting threads
 from evaluation import (
     answers,
@@ -52,7 +50,12 @@ def add_readers(commands):
     add("--out", help="the page (report.html in the run, or in the folder of several)")
     add("--row-tests", metavar="RANKING", help="a ranking with reasons, by row_tests")
     add = add_command(commands, "keep", rankings.run_keep, "run")
-    add("--keep-fraction", type=float, required=True, help="share of the rows to keep")
+    add(
+        "--keep-fraction",
+        type=command.SHARE,
+        required=True,
+        help="share of the rows to keep",
+    )
     add(
         "--by",
         metavar="COLUMN",
@@ -80,7 +83,7 @@ def add_readers(commands):
         action="store_true",
         help="the weight as a number of copies, for trainers without weights",
     )
-    add("--seed", type=int, default=0, help="of --resample (0)")
+    add("--seed", type=command.SEED, default=0, help="of --resample (0)")
     add("--out", help="file to write (NAME.FORMAT.jsonl beside the ranking)")
     add_command(commands, "ranking", rankings.run_ranking, "runs")
 
@@ -93,8 +96,8 @@ def add_trusted(commands):
         add(f"--{level}-columns", help="names of unknown columns, as in training")
     add("--model", required=True, help="base model: hub name or local folder")
     add("--template", help="plain template, as in training")
-    add("--max-length", type=int, default=2048, help="tokens a row (2048)")
-    add("--seed", type=int, default=0)
+    add("--max-length", type=command.COUNT, default=2048, help="tokens a row (2048)")
+    add("--seed", type=command.SEED, default=0)
 
 
 def add_models(commands):
@@ -108,14 +111,14 @@ def add_models(commands):
         help="also hellaswag, boolq (default: %(default)s)",
     )
     add("--local", help="folder of TASK.jsonl files with question, choices, label")
-    add("--limit", type=int, help="questions a task")
-    add("--batch-size", type=int, default=8)
+    add("--limit", type=command.COUNT, help="questions a task")
+    add("--batch-size", type=command.COUNT, default=8)
     add("--base", action="store_true", help="the run's base model instead")
     add("--out", help="also write the numbers as json")
     add = add_command(commands, "answers", answers.print_answers, "runs")
     add("--prompt", action="append", default=[], help="a prompt; may be repeated")
     add("--prompts", help="file of prompts (json or jsonl with instruction or prompt)")
-    add("--max-new-tokens", type=int, default=256)
+    add("--max-new-tokens", type=command.COUNT, default=256)
     add("--out", help="write the text here instead of printing it")
 
 
@@ -133,7 +136,7 @@ def add_winrate(commands):
         action="store_true",
         help="the run's base model: the paper's reference",
     )
-    add("--max-new-tokens", type=int, default=512)
+    add("--max-new-tokens", type=command.COUNT, default=512)
     add = add_command(steps, "judge", winrate.judge_outputs)
     add("outputs")
     add("--reference", required=True, help="outputs of the model to compare with")
@@ -153,7 +156,7 @@ def add_winrate(commands):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description="Look at finished runs.")
+    parser = command.Parser(description="Look at finished runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_readers(commands)
     add_trusted(commands)

@@ -2,8 +2,8 @@
 
 Token t of a sequence is the inverse of the cumulative distribution softmax(logits / temperature)
 at a uniform number u_t of that sequence alone. So an answer depends on its seed, not on how far a
-global generator has moved; no top-k, no top-p, and nothing of the model's own `generation_config`
-(its default is top-k 50) leaks in. Prompts that share a batch change an answer by rounding alone:
+global generator has moved. There is no top-k and no top-p, and the model's `generation_config` (its
+default is top-k 50) is not used. Prompts that share a batch change an answer by rounding alone:
 seldom in float32, often in bf16. Loop, cache and stopping are transformers' `generate`.
 
 What makes it cheap: the adapter is folded into the base weights, prompts of similar length share a
@@ -65,8 +65,9 @@ def generate(
 
     prompts: lists of token ids. seeds: one string each; equal seed, prompt, model and batch give
     the same answer. temperature 0 is greedy. end_ids: tokens that end an answer. batch_size:
-    answers at a time, fewer where CUDA memory does not suffice. label: a progress bar's.
-    static_cache: a cache of fixed size, compiled on CUDA; None: for many long answers there.
+    answers at a time, fewer where CUDA memory does not suffice. label: the progress bar's text.
+    static_cache: a cache of fixed size, compiled on CUDA; None: there, for 256 answers or more of
+    64 tokens or more.
     Returns [(tokens, complete)]: the end token is part of a complete answer; an answer cut at
     `max_new_tokens` has none. A bare end token is an empty answer, and legal.
     """

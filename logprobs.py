@@ -31,10 +31,10 @@ plain torch computes the same. `kernel=` (or KERNEL) forces one: "auto", "torch"
 Use. `pack` takes rows of token ids and says which tokens carry loss: "trained" is 1 on the tokens
 of the response, as in `labels`. Inside a batch everything is shifted once: position t predicts
 `targets[t]`, the *next* token of its row, and `response_mask[t]` says whether that next token
-carries loss. A mask on the response's own positions is no error and another loss. The sums
-are log-probs of sequences in nats; -logps / lengths is the per-token mean of each row. NAME below
-is a model of the hub or a folder, prompt and response are lists of token ids, and weights (B,) are
-those of `selector.py` or ones:
+carries loss. A mask on the response's own positions raises no error and gives another loss. The
+sums are log-probs of sequences in nats; -logps / lengths is the per-token mean of each row. NAME
+below is a model of the hub or a folder, prompt and response are lists of token ids, and weights
+(B,) are those of `selector.py` or ones:
 
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation=ATTENTION)
     model.get_output_embeddings().weight.requires_grad_(False)  # PEFT freezes it, too

@@ -53,7 +53,7 @@ warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprec
 
 
 def _is_path(name):
-    """Whether a name can be none of the hub's."""
+    """Whether a name cannot be a name on the hub."""
     return os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -268,7 +268,7 @@ def _load_adapter(model, adapter):
 def _check_adapter(config, adapter):
     """`UserError` for anything but plain LoRA: PEFT would compute what the fast path does not.
 
-    An allow-list: of a setting that is not on it, PEFT's default alone is known to be plain.
+    This is an allow-list: any other setting must have PEFT's default.
     """
     default = type(config)().to_dict()
     strange = [
@@ -440,7 +440,7 @@ def is_sharded(model):
 def save_adapter(model, folder, card):
     """The PEFT adapter in PEFT's own files, in place at once or not at all; card: its README."""
     config = model.peft_config["default"]
-    # Saved in the order of the set: another every time.
+    # A set is saved in another order every time.
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)
     partial = Path(folder).with_name(f".{Path(folder).name}.partial")

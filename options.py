@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 from data.templates import TEMPLATE
+from runtime.command import COUNT, RATE, SEED, SHARE, number
 from selector import penalty
 from utils import UserError
 
 TOY = Path(__file__).parent / "toy"  # the embedded default: a model, and rows as files
 RECIPES = ".cache/recipes"  # where `python -m paper.recipes` writes the paper's data sets
-# Published values (section 5, appendix D) and nothing else; what the paper leaves out is a default.
+# Published values alone (section 5, appendix D); what the paper does not state keeps the default.
 PAPER = {
     "lora_rank": 16,
     "lora_alpha": 16,
@@ -52,27 +53,6 @@ OF_BDS = (
     "omega_loss",
     "correction",
 )
-
-
-def number(kind, high, zero=False):
-    """A type of flags: an int or a float (kind) above 0, with `zero` also 0, and at most `high`."""
-
-    def number(text):
-        value = kind(text)
-        if not 0 <= value <= high or (value == 0 and not zero):
-            least = "at least" if zero else "above"
-            raise argparse.ArgumentTypeError(
-                f"{text}: must be {least} 0 and at most {high}"
-            )
-        return value
-
-    return number
-
-
-COUNT = number(int, 2**31 - 1)
-SEED = number(int, 2**63 - 1, zero=True)
-SHARE = number(float, 1)
-RATE = number(float, 1e30, zero=True)  # float32 ends at 3e38
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -124,7 +104,7 @@ def add_arguments(parser):
         help="the paper's published values; toy: for the embedded toy",
     )
     add("--out", default="runs/latest", help="run folder")
-    add("--seed", type=SEED, default=0, help="of every random draw")
+    add("--seed", type=SEED, default=0, help="seed of every random draw")
     add(
         "--keep-fraction",
         type=SHARE,
@@ -254,7 +234,7 @@ def parse(parser, argv, presets=PRESETS):
         raise UserError("--fsdp: start several processes with torchrun --nproc-per-node N")
     if args.fsdp and args.four_bit:
         raise UserError("--fsdp and --four-bit: one of them")
-    # Parsed onto None for every flag: what is not None then was given.
+    # Every flag starts as None here, so a value that is not None was given.
     blank = argparse.Namespace(**dict.fromkeys(vars(args)))
     given = parser.parse_args(argv, blank)
     report_unread(args, given)

@@ -16,7 +16,7 @@ from utils import UserError, each_jsonl, table, write_jsonl
 # ruff: isort: split
 import torch
 
-KEY = ("source", "row_id", "hash")  # what a line of a ranking knows its row by
+KEY = ("source", "row_id", "hash")  # the columns that identify a row of a ranking
 ROWS_AT_ONCE = 100_000  # lines of a ranking held in memory: 10^7 would take 5 GB
 
 
@@ -161,11 +161,11 @@ def weights_of(rows, file):
 
 
 def auroc(scores, bad):
-    """P(score of a good row > score of a bad row), ties one half; None without both sorts of rows.
+    """P(score of a good row > score of a bad row), ties one half; None without good or bad rows.
 
     scores (n,) higher is better, bad (n,) bool. Mann-Whitney U by mean ranks.
     """
-    scores = torch.as_tensor(scores).double()
+    scores = torch.as_tensor(scores, dtype=torch.float64)
     bad = torch.as_tensor(bad).bool()
     num_bad = int(bad.sum())
     num_good = len(bad) - num_bad
@@ -184,7 +184,7 @@ def ranking_metrics(scores, bad, kinds):
     border are flagged in part, each as much: the order of the file says nothing.
     Keys: auroc, precision, and of each kind of bad row recall/KIND, auroc/KIND (against good rows).
     """
-    scores = torch.as_tensor(scores).double()
+    scores = torch.as_tensor(scores, dtype=torch.float64)
     bad = torch.as_tensor(bad).bool()
     metrics = {"auroc": auroc(scores, bad), "precision": None}
     if not bad.any():

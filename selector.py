@@ -87,8 +87,7 @@ class Selector:
     def _exp(self):
         """(exp(omega - max), its mean): the shift cancels, so nothing overflows.
 
-        In a buffer that lives as long as the selector: memory taken anew at every call doubles the
-        time of a step at 10^7 rows.
+        The buffer is kept: new memory at every call doubles the time of a step at 10^7 rows.
         """
         exp = torch.sub(self.logits, self.logits.max(), out=self._buffer).exp_()
         # Untouched weights are exactly one: a float64 sum of equal numbers is exact. Of more rows

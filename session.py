@@ -17,13 +17,12 @@ import options
 import ranking
 from batches import mean_losses, row_losses
 from data import sets
-from data.layouts import conversation
 from data.tokens import show_example
 from generate import check_folded
 from runtime import folder, processes
 from selector import Selector
 from upper import dpo_margins, pair_logps, reference_margins, upper_losses
-from utils import UserError, read_jsonl, table, write_atomic, write_jsonl
+from utils import UserError, read_jsonl, table, write_atomic
 
 # ruff: isort: split
 import torch
@@ -54,8 +53,6 @@ HEADLINE = (
     "refined/refined",
     "refined/false_replacement",
 )
-# Rows at either end of the ranking whose text the run folder keeps, for the report.
-SHOWN = 60
 
 
 # --- the records of a run -------------------------------------------------------------------------
@@ -213,7 +210,7 @@ def make_learner(args, device):
     base = models.load_model(
         args.model, device, args.dtype, args.four_bit, on_host=args.fsdp
     )
-    # The scales of a 4-bit base stand in its state.
+    # The state of a 4-bit base holds its scales.
     tensors = dict(base.named_buffers()) | base.state_dict()
     fingerprints = {"base_weights": folder.fingerprint(tensors)}
     model = models.add_lora(
@@ -402,7 +399,7 @@ class Judged:
 
 
 def judge_lower(args, run):
-    """`Judged` by the losses under the final model; omega is for the scripts to put in front."""
+    """`Judged` by the losses under the final model; the scripts put omega's score in front."""
     model = run.learner.model
     lower = run.rows.lower
     losses, lengths = row_losses(model, lower, label="final losses")
@@ -452,7 +449,7 @@ def result_of(args, run, judged, kept):
 
 
 def save_ranking(run, judged, keep_fraction):
-    """weights.jsonl and shown.jsonl; the columns of every row, with its rank and `kept`."""
+    """weights.jsonl; the columns of every row, with its rank and `kept`."""
     score = next(iter(judged.scores.values()))
     path = run.out / "weights.jsonl"
     lower = run.rows.lower
@@ -462,8 +459,6 @@ def save_ranking(run, judged, keep_fraction):
         print(
             f"{int((kept & bad).sum())} of the {int(kept.sum())} kept rows are labelled bad"
         )
-    if processes.rank() == 0:
-        write_shown(run.out, lower, ranks)
     print_sources(lower["source"][:], kept, judged.columns["weight"])
     return {"rank": ranks, "kept": kept, **judged.columns}
 
@@ -477,18 +472,6 @@ def print_sources(sources, kept, weights):
         lines.append([source, int(rows.sum()), share, weights[rows].mean().item()])
     if len(lines) > 1:
         print(table(["source", "rows", "kept", "mean weight"], lines))
-
-
-def write_shown(out, lower, ranks):
-    """shown.jsonl: the texts of rows at both ends of the ranking, best first, for the report."""
-    order = ranks.argsort().tolist()
-    entries = []
-    for row in lower.select(dict.fromkeys([*order[:SHOWN], *order[-SHOWN:]])):
-        entry = {key: row[key] for key in (*ranking.KEY, "prompt", "response")}
-        if row.get("messages"):
-            entry["messages"] = conversation(row)
-        entries.append(entry)
-    write_jsonl(out / "shown.jsonl", entries)
 
 
 def save_and_print(args, run, result, labels, scores):

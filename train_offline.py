@@ -40,9 +40,7 @@ import options
 import ranking
 import session
 from logprobs import pack, sequence_logprobs
-from runtime import folder
-from runtime.command import Parser
-from runtime.command import run as run_command
+from runtime import command, folder
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes
 from upper import Upper, upper_losses
@@ -53,7 +51,7 @@ import torch
 
 
 def parse_args(argv=None):
-    parser = Parser(
+    parser = command.Parser(
         description="Offline bilevel data selection. Beside a default stands the published value.",
         formatter_class=options.Help,
     )
@@ -66,14 +64,14 @@ def parse_args(argv=None):
     )
     add(
         "--rho",
-        type=options.SHARE,
+        type=command.SHARE,
         help="weight of the lower level under --method mix (without it: 0.5)",
     )
     add("--keep", help="a ranking file: train on the lower rows that it keeps")
     add("--weights", help="mix and sft: a ranking file whose weights the lower rows have")
     add(
         "--token-budget",
-        type=options.COUNT,
+        type=command.COUNT,
         help="mix and sft: in place of --epochs, the step at which so many lower-level tokens are "
         "read is the last",
     )
@@ -199,9 +197,8 @@ def train(args, run):
 
         # --- log, evaluate, save ------------------------------------------------------------------
         metrics |= session.loss_metrics(rho, losses, weights * losses.lower)
-        metrics["tokens"] = batches.count_tokens(
-            lower_batch + batches.sequences(upper_batch)
-        )
+        trained = lower_batch + batches.sequences(upper_batch)
+        metrics["tokens"] = batches.count_tokens(trained)
         if plan.ends_epoch(step):
             metrics |= session.held_out_metrics(model, rows, run.reference)
             if bilevel:
@@ -239,4 +236,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_command(main, resumes=True)
+    command.run(main, resumes=True)

@@ -16,10 +16,10 @@ masked train as in train_offline.py. Deviations 1-7 stand there and hold here to
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
-    k = K_gen. `--first-refresh K` trains on originals up to step K; a mask FILE drops them from
-    step 0 on under drop.
-10. The ratio is one of sequence probabilities, sums over tokens, at temperature 1, scored by the
-    training forward; the sampler's log-probs are never used. It is clamped, see bmo_weights.py.
+    k = K_gen. `--first-refresh K` trains on originals up to step K. With `--refine drop` a mask
+    FILE drops its rows from step 0 on.
+10. The ratio compares probabilities of whole answers (log-probs summed over tokens) at temperature
+    1, scored by the training forward; the sampler's are never used. Clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
     permutations are seeded in between, so the others would be overwritten unread.
 12. Line 3 masks at every step; here a mask changes at a refresh alone. The dynamic mask is the
@@ -48,9 +48,7 @@ import ranking
 import session
 from generate import generate
 from logprobs import pack, sequence_logprobs
-from runtime import folder
-from runtime.command import Parser
-from runtime.command import run as run_command
+from runtime import command, folder
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes, share_list
 from selector import dynamic_mask, static_mask
@@ -68,7 +66,7 @@ PRESETS = options.PRESETS | {
 
 
 def parse_args(argv=None):
-    parser = Parser(
+    parser = command.Parser(
         description="Online self-refining generation. Beside a default stands the published value.",
         formatter_class=options.Help,
     )
@@ -76,30 +74,30 @@ def parse_args(argv=None):
     add(
         "--mask",
         default="static",
-        help="static, dynamic, or a ranking file: masked are the rows that it does not keep"
+        help="static, dynamic, or a ranking file, which masks the rows that it does not keep"
         "; published: static, for safety also dynamic",
     )
     add(
         "--ratio-masked",
-        type=options.SHARE,
+        type=command.SHARE,
         default=0.1,
         help="R, share of masked rows; published: 0.05, 0.1, 0.2",
     )
     add(
         "--num-answers",
-        type=options.COUNT,
+        type=command.COUNT,
         default=1,
         help="G, answers to a masked question; published: 1, 5",
     )
     add(
         "--k-gen",
-        type=options.COUNT,
+        type=command.COUNT,
         default=500,
         help="K_gen, steps between refreshes; published: 500",
     )
     add(
         "--first-refresh",
-        type=options.number(int, 2**31 - 1, zero=True),
+        type=command.number(int, 2**31 - 1, zero=True),
         default=0,
         help="step of the first refresh",
     )
@@ -117,14 +115,14 @@ def parse_args(argv=None):
     )
     add(
         "--temperature",
-        type=options.number(float, 1e30),
+        type=command.number(float, 1e30),
         default=0.8,
         help="published: 0.8",
     )
-    add("--max-new-tokens", type=options.COUNT, default=512, help="published: 512")
+    add("--max-new-tokens", type=command.COUNT, default=512, help="published: 512")
     add(
         "--generation-batch",
-        type=options.COUNT,
+        type=command.COUNT,
         default=64,
         help="answers at a time; in bf16 another number writes others; published: 64, "
         "safety: 16",
@@ -537,7 +535,8 @@ def train(args, run, masking):
         metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
         metrics |= answer_step_metrics(losses, mask[places], present)
         trained = [row for answers in lower_batch for row in answers.rows]
-        metrics["tokens"] = batches.count_tokens(trained + batches.sequences(upper_batch))
+        trained += batches.sequences(upper_batch)
+        metrics["tokens"] = batches.count_tokens(trained)
         if plan.ends_epoch(step):
             metrics |= session.held_out_metrics(model, rows, run.reference)
             metrics |= session.selector_report(selector, run.out, epoch + 1)
@@ -580,7 +579,7 @@ def finish(args, run, masking, mask, num_written):
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
     ranked = session.save_ranking(run, judged, keep_fraction)
     result = session.result_of(args, run, judged, ranked["kept"])
-    # Known labels are of originals, and what omega says of a masked row is of its new answers.
+    # Labels describe the originals, but omega has judged the new answers of masked rows.
     unmasked = (~mask).nonzero().flatten()
     scores = {name: values[unmasked] for name, values in judged.scores.items()}
     labels = ranking.label_metrics(lower.select(unmasked.tolist()), scores)
@@ -612,4 +611,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_command(main, resumes=True)
+    command.run(main, resumes=True)

@@ -15,7 +15,7 @@ class Upper:
     """The trusted rows that train, read as an endless run of seeded permutations.
 
     rows: a data set, or None for SFT, which reads none; margins (n,): see `reference_margins`,
-    None for rows that are no pairs.
+    None where the rows are not pairs.
     """
 
     def __init__(self, rows, margins=None):

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-# Spinning threads cost 80 times the work on busy cores; counting downloads asks the network.
+# On busy cores spinning threads cost 80 times the work. Download counts would ask the network.
 for _name, _value in (
     ("OMP_WAIT_POLICY", "passive"),
     ("TOKENIZERS_PARALLELISM", "true"),

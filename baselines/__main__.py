@@ -3,7 +3,6 @@
 from baselines import shared
 
 # ruff: isort: split
-import options
 from baselines import scores
 from baselines.dsir import dsir_scores
 from baselines.less import run_less
@@ -20,13 +19,13 @@ def add_settings(parser):
     add = parser.add_argument_group("less").add_argument
     add(
         "--warmup-fraction",
-        type=options.SHARE,
+        type=command.SHARE,
         default=0.05,
         help="of the lower rows (0.05)",
     )
     add(
         "--epochs",
-        type=options.COUNT,
+        type=command.COUNT,
         default=4,
         help="of the warm-up, a checkpoint each (4)",
     )
@@ -36,10 +35,10 @@ def add_settings(parser):
         default=2e-5,
         help="of the warm-up, linear, 3 %% rising (2e-5)",
     )
-    add("--batch", type=options.COUNT, default=32, help="rows a warm-up step (32)")
+    add("--batch", type=command.COUNT, default=32, help="rows a warm-up step (32)")
     add(
         "--micro-batch",
-        type=options.COUNT,
+        type=command.COUNT,
         default=8,
         help="rows whose gradients are in memory together",
     )
@@ -48,8 +47,8 @@ def add_settings(parser):
         action="store_true",
         help="less memory, a third more time",
     )
-    add("--lora-rank", type=options.COUNT, default=128, help="(128)")
-    add("--lora-alpha", type=options.COUNT, default=512, help="(512)")
+    add("--lora-rank", type=command.COUNT, default=128, help="(128)")
+    add("--lora-alpha", type=command.COUNT, default=512, help="(512)")
 
 
 def parse_args(argv=None):

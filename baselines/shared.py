@@ -15,8 +15,8 @@ import models
 import options
 import ranking
 from data import sets
-from evaluation.runs import check_output, names_of
-from runtime import processes
+from evaluation.runs import check_output
+from runtime import command, processes
 from utils import UserError
 
 # ruff: isort: split
@@ -49,7 +49,7 @@ def add_row_arguments(parser):
     )
     add = parser.add_argument_group("model").add_argument
     add("--model", help="base model: hub name or local folder")
-    add("--seed", type=options.SEED, default=0)
+    add("--seed", type=command.SEED, default=0)
 
 
 def add_ranking_arguments(parser, out, keep_fraction=None):
@@ -61,7 +61,7 @@ def add_ranking_arguments(parser, out, keep_fraction=None):
     add("--out", default=out, help=f"the ranking, one line a row ({out})")
     add(
         "--keep-fraction",
-        type=options.SHARE,
+        type=command.SHARE,
         default=keep_fraction,
         help="share of the rows to keep",
     )
@@ -89,7 +89,7 @@ def check_out(args, *inputs):
     """Make the folder of --out; `UserError` where a run's file or an input would be replaced."""
     sources = []
     for level in sets.LEVELS:
-        sources += names_of(getattr(args, level))
+        sources += getattr(args, level) or []
     check_output(args.out, Path(args.out).parent, *inputs, *sources)
 
 

@@ -20,15 +20,8 @@ from runtime import command
 SHAPES = ("pythia-1b", "llama3-8b", "tiny")  # of shapes.py
 
 
-def positive(text):
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
-
-
 def parse_args(argv):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m benchmarks",
         description="Speed and memory, with a peer or a floor beside every figure.",
     )
@@ -37,23 +30,28 @@ def parse_args(argv):
     def measured(name, text):
         add = commands.add_parser(name, help=text).add_argument
         add("--json", help="save settings and results here")
-        add("--rounds", type=positive, default=7, help="timed calls of every variant (7)")
+        add(
+            "--rounds",
+            type=command.COUNT,
+            default=7,
+            help="timed calls of every variant (7)",
+        )
         return add
 
     add = measured("logprob", "head and log-probs")
     add(
         "--sizes",
-        type=positive,
+        type=command.COUNT,
         nargs=3,
         metavar=("T", "D", "V"),
         help="tokens, width, vocabulary (CUDA: 16384 4096 128256; CPU: 512 256 32000)",
     )
     add = measured("step", "a training step")
     add("--model", choices=SHAPES, help="random weights of this shape (the embedded toy)")
-    add("--batch", type=positive, help="rows of each level a step (CUDA: 32, CPU: 8)")
+    add("--batch", type=command.COUNT, help="rows of each level a step (CUDA: 32, CPU: 8)")
     add(
         "--micro-batch",
-        type=positive,
+        type=command.COUNT,
         default=8,
         help="rows of each level a forward (8)",
     )

@@ -47,7 +47,7 @@ CALLS = (
 )
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 TEXT_KEYS = ("content", "value", "text", "parts")  # where a message or a part has its text
-KEYS = ("role", "from", "weight", "type", *CALLS)  # its other keys that are read
+KEYS = ("role", "from", "weight", "type", *CALLS)  # other keys of a message that are read
 NAMING = ("id", "name", "model", "timestamp", "date", "tool_call_id")  # never its text
 EMPTY = (None, "", [])
 TYPE_NAMES = {dict: "an object", list: "a list", str: "text"}
@@ -134,7 +134,7 @@ def parse_columns(columns):
 
 
 def renamed(row, columns, notes):
-    """A source's row with our names for its columns; as it is when it has none of the named ones.
+    """A source's row with our names for its columns; one without the named columns is unchanged.
 
     columns: those of `parse_columns`.
     """

@@ -103,7 +103,7 @@ def warn_of_cut_answers(name, report, max_length):
 def drop_held_out(levels, reports):
     """Take rows whose prompt is held out from the training levels, in place.
 
-    Their losses would flatter the run. A report's "set_aside" gains them.
+    Training on them would flatter the held-out losses. A report's "set_aside" gains them.
     """
     for train in ("lower", "upper"):
         for held_out in ("upper_heldout", "lower_heldout"):
@@ -151,8 +151,7 @@ class Side:
 def load_pairs(source, tokenizer, **options):
     """Preference pairs: `load_rows` of the chosen side, with the rejected side's token columns.
 
-    A pair needs both sides, of one question; one whose sides are equal says nothing. Pairs of
-    other kinds are set aside.
+    A pair needs two different answers to one question; other pairs are set aside.
     """
     import datasets
 

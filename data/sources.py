@@ -177,7 +177,7 @@ def read_part(part, source):
 
 
 def _one_value_a_key(pairs):
-    """A JSON object, or why it is none: Python alone keeps the last of two values for a key."""
+    """A JSON object, or why it is refused: Python would keep the last of two values for a key."""
     row = dict(pairs)
     if len(row) < len(pairs):
         return Unusable("two values for one key")

@@ -135,7 +135,7 @@ def load_rows(
         side=side,
         max_length=max_length,
         limit=limit,
-        seed=seed if limit else None,
+        seed=None if limit is None else seed,
     )
     loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
     rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
@@ -309,7 +309,7 @@ class Reader:
         kept = []
         for row_id, (place, row) in enumerate(rows):
             self.report["rows_in_source"] += 1
-            if not limit:
+            if limit is None:
                 yield row_id, place, row
             elif len(kept) < limit:
                 kept.append((row_id, place, row))
@@ -351,7 +351,7 @@ class Reader:
             "hash": row_hash,
             "prompt_hash": content_hash(normal),
             "segments": segments,
-            # A row without a label is a good one of no kind.
+            # A row without a label counts as good and has no kind.
             "bad": _flag(row.get("bad")),
             "kind": layouts.text_of(row.get("kind"), 'the label "kind"', self.notes),
             "messages": json.dumps(messages, ensure_ascii=False)

@@ -135,27 +135,7 @@ def mean_and_interval(values):
 
 def final_metrics(run):
     """The result of a run with what `eval.py losses` measured: {name: figure}."""
-    return prefer_unmasked(read_result(run.folder) | run.extra)
-
-
-def prefer_unmasked(result):
-    """A result with the ranking metrics of unmasked rows in place of all rows'.
-
-    Masked rows are judged by generated answers, so labels fit the unmasked rows alone. A kind of
-    fault that no unmasked row has is left out.
-    """
-    unmasked = {key: value for key, value in result.items() if "_unmasked/" in key}
-    if not unmasked:
-        return result
-    kept = {key: value for key, value in result.items() if not is_ranking_metric(key)}
-    for key, value in unmasked.items():
-        kept[key.replace("_unmasked/", "/")] = value
-    return kept
-
-
-def is_ranking_metric(key):
-    """Whether a key of result.json is about the order of the rows."""
-    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
+    return read_result(run.folder) | run.extra
 
 
 def experiment_of(run):

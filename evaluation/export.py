@@ -19,7 +19,6 @@ from data.tokens import read_messages
 from evaluation.runs import (
     check_output,
     is_rewritten,
-    names_of,
     read_config,
     read_ranking,
 )
@@ -163,7 +162,7 @@ def run_export(args):
     if path.is_dir():
         path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
     out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
-    files = names_of(args.lower)
+    files = args.lower or []
     lines = read_ranking(path)
     if "source" not in lines[0]:
         raise UserError(f"{path}: names no source, as older versions wrote it; rank again")

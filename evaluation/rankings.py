@@ -46,9 +46,7 @@ def run_keep(args):
     A higher value of the column --by is better, except where LOWER_IS_BETTER matches its name. Rows
     that a ranking of the row tests flags come last and are never kept. The other columns stay.
     """
-    fraction, by = args.keep_fraction, args.by
-    if not 0 < fraction <= 1:
-        raise UserError(f"--keep-fraction {fraction}: must lie in (0, 1]")
+    by = args.by
     source = Path(args.run)
     if source.is_dir():
         source /= "weights.jsonl"
@@ -63,10 +61,10 @@ def run_keep(args):
         how = sort_by(rows, by)
     rows.sort(key=lambda row: row.get("reason") is not None)
     flagged = sum(row.get("reason") is not None for row in rows)
-    limit = min(round(fraction * len(rows)), len(rows) - flagged)
+    limit = min(round(args.keep_fraction * len(rows)), len(rows) - flagged)
     if not limit:
         raise UserError(
-            f"--keep-fraction {fraction}: of {len(rows)} rows none would be kept"
+            f"--keep-fraction {args.keep_fraction}: of {len(rows)} rows none would be kept"
         )
     lines = []
     for rank, row in enumerate(rows, 1):

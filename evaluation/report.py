@@ -31,14 +31,12 @@ from evaluation.runs import (
     Run,
     check_output,
     is_rewritten,
-    names_of,
     read_ranking,
 )
 from evaluation.texts import escaped_html, formatted, html_table, one_line, plain
 from ranking import auroc
 from row_tests.look import REASONS
-from runtime.command import reading
-from utils import UserError, read_jsonl
+from utils import UserError
 
 TEXT = 700  # characters of a prompt or an answer that are shown
 TABLE_ROWS = 5000
@@ -82,21 +80,12 @@ def answer_card(row):
 
 
 def known_texts(run):
-    """{hash: (prompt, answer)} of the run's rows, where a file still has them.
-
-    Rows in shown.jsonl, and those of the sources that are files beside us; a source that can no
-    longer be read is left out.
-    """
+    """{hash: (prompt, answer)} of the run's rows, from the sources that can still be read."""
     texts = {}
-    path = run.folder / "shown.jsonl"
-    if path.exists():
-        with reading(path):
-            for row in read_jsonl(path):
-                texts[row["hash"]] = row["prompt"], row["response"]
     hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
-    with contextlib.suppress(UserError):
-        for source in filter(os.path.exists, names_of(run.args.lower)):
+    for source in run.args.lower:
+        with contextlib.suppress(UserError):
             for row in read_messages(source, columns):
                 if row.hash in hashes:
                     *prompt, answer = row.messages
@@ -328,7 +317,7 @@ def run_report(args):
     runs = [Run(folder) for folder in args.runs]
     folder = os.path.commonpath([run.folder.absolute() for run in runs])
     out = args.out or Path(folder) / "report.html"
-    check_output(out, args.runs, args.row_tests)
+    check_output(out, *args.runs, args.row_tests)
     check_same_data(runs)
     utils.write_atomic(out, plain(page_of(runs, args.row_tests)))
     print(f"report: {out}")

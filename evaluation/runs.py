@@ -26,15 +26,7 @@ RUN_FILES = (
     "losses.json",
     "weights.jsonl",
     "curated.jsonl",
-    "shown.jsonl",
 )
-
-
-def names_of(sources):
-    """A list of sources, whether they are given as one, as a list or not at all."""
-    if sources is None:
-        return []
-    return sources if isinstance(sources, list) else [sources]
 
 
 # --- one reader a file kind -----------------------------------------------------------------------
@@ -157,7 +149,7 @@ class Run:
         path = self.folder / "weights.jsonl"
         if self.result is None or not path.exists():
             return None
-        places = {name: place for place, name in enumerate(names_of(self.args.lower))}
+        places = {name: place for place, name in enumerate(self.args.lower)}
         rows = read_ranking(path)
         rows.sort(key=lambda row: (places.get(row.get("source"), 0), row["row_id"]))
         return rows
@@ -188,22 +180,20 @@ class Run:
 def check_output(path, *inputs):
     """Make the folder of `path`, before the work; `UserError` if an input would be destroyed.
 
-    inputs: files or lists of them, and run folders: their own files and the rows that their
-    config.json names. A file that is read as a run's must not be made either, so names decide.
+    inputs: files, and run folders: their own files and the rows that their config.json names. A
+    file that is read as a run's must not be made either, so names decide.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    protected = []
-    for sources in inputs:
-        protected += map(Path, names_of(sources))
+    protected = [Path(file) for file in inputs if file is not None]
     for folder in list(protected):
         if (folder / "config.json").exists():
             arguments = read_json(folder / "config.json").get("args", {})
             protected += [folder / name for name in RUN_FILES]
             for level in LEVELS:
-                protected += map(Path, names_of(arguments.get(level)))
+                protected += map(Path, arguments.get(level) or [])
     for file in protected:
         if file.resolve() == path.resolve():
             raise UserError(f"{path}: would overwrite {file}; choose another file")

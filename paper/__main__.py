@@ -15,7 +15,6 @@ python -m paper readme           # the stored results into README.md and docs/
 python -m paper table1 --scale paper --list      # only print the training commands
 """
 
-import argparse
 import os
 import shlex
 import sys
@@ -23,7 +22,6 @@ import sys
 from paper import answers, experiments, rendering, reproduce
 from paper.plans import SCALES
 from runtime import command
-from utils import UserError
 
 RUNS = "scale seeds name data train online select workers list"
 TARGETS = {  # name: (function, its flags)
@@ -42,13 +40,13 @@ TARGETS = {  # name: (function, its flags)
 }
 FLAGS = {
     "scale": {"choices": SCALES, "default": "toy", "help": "(toy)"},
-    "seeds": {"type": int, "default": 4, "help": "(4)"},
+    "seeds": {"type": command.COUNT, "default": 4, "help": "(4)"},
     "name": {
         "help": "of the folder under runs/ and of the files under results/ (the scale; demo)",
     },
     "only": {"help": "only these methods, separated by '; '"},
     "workers": {
-        "type": int,
+        "type": command.COUNT,
         "help": "runs at a time (the number of cores; scale paper: 1)",
     },
     "list": {
@@ -88,9 +86,7 @@ for name, text in {
 
 def parse_args(argv=None):
     """The target's arguments; those that it does not read have their defaults."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paper", description="The paper's tables."
-    )
+    parser = command.Parser(prog="python -m paper", description="The paper's tables.")
     commands = parser.add_subparsers(dest="target", required=True)
     for target, (function, flags) in TARGETS.items():
         text = function.__doc__.splitlines()[0]
@@ -106,8 +102,6 @@ def parse_args(argv=None):
         args.name = "demo" if args.target == "demo" else args.scale
     if args.workers is None:  # A GPU holds one 8B model.
         args.workers = 1 if args.scale == "paper" else os.cpu_count()
-    if args.workers < 1 or args.seeds < 1:
-        raise UserError("--workers and --seeds must be 1 or more")
     words = sys.argv[1:] if argv is None else argv  # As stored beside the results.
     args.command = shlex.join(["python", "-m", "paper", *words])
     return args

@@ -10,7 +10,6 @@ The paper trains on 9,600 rows (Pythia-1b) and 56,000 rows (Llama-3-8b) without 
 drawn: --lower-limit draws them. Prompts of 2,048 tokens or more are dropped later (--max-length).
 """
 
-import argparse
 import itertools
 import random
 import re
@@ -187,7 +186,7 @@ def build_missing(words):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m paper.recipes", description="The paper's data sets as files."
     )
     parser.add_argument(

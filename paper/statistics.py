@@ -4,7 +4,9 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-from evaluation.comparison import is_ranking_metric, mean_and_interval, prefer_unmasked
+import re
+
+from evaluation.comparison import mean_and_interval
 from evaluation.runs import read_result
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -80,8 +82,13 @@ def results_of(files_of):
     """{method: [result.json, ...]} -> results."""
     results = {}
     for method, files in files_of.items():
-        results[method] = [prefer_unmasked(read_result(file.parent)) for file in files]
+        results[method] = [read_result(file.parent) for file in files]
     return results
+
+
+def is_ranking_metric(key):
+    """Whether a key of result.json is about the order of the rows."""
+    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
 
 
 def with_base(results):

@@ -9,7 +9,6 @@ The verdicts stand in --out, y (bad), n or s (skipped) a row; those that it has 
 again.
 """
 
-import argparse
 import json
 import math
 import random
@@ -21,20 +20,26 @@ from baselines import shared
 # ruff: isort: split
 from evaluation.runs import read_ranking
 from evaluation.texts import printable
+from runtime import command
 from utils import UserError, each_jsonl, write_jsonl
 
 VERDICTS = ("y", "n", "s")  # bad, good, skipped
 
 
 def parse_args(argv):
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m row_tests audit",
         description="Judge flagged and other rows without knowing which are which.",
     )
     parser.add_argument("ranking", help="a ranking with a column reason or kept")
     shared.add_row_arguments(parser)
     add = parser.add_argument_group("audit").add_argument
-    add("--count", type=int, default=30, help="flagged rows, and as many others (30)")
+    add(
+        "--count",
+        type=command.COUNT,
+        default=30,
+        help="flagged rows, and as many others (30)",
+    )
     add("--out", default="verdicts.jsonl", help="the verdicts, written after each")
     args = shared.read_arguments(parser, argv)
     shared.check_out(args, args.ranking)

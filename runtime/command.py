@@ -1,4 +1,4 @@
-"""The end of a command: bad input and a failing disk become one line and an exit code."""
+"""The command line, and the end of a command: bad input becomes one line and an exit code."""
 
 import argparse
 import contextlib
@@ -35,10 +35,31 @@ LIBRARIES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's own, but what it refuses is one line, without pages of usage."""
+    """argparse's parser, but an error is one line, without pages of usage."""
 
     def error(self, message):
         raise UserError(f"{message}; see --help")
+
+
+def number(kind, high, zero=False):
+    """A flag's type: a number of a kind (int, float) above 0, with `zero` also 0, up to `high`."""
+
+    def number(text):
+        value = kind(text)
+        if not 0 <= value <= high or (value == 0 and not zero):
+            least = "at least" if zero else "above"
+            raise argparse.ArgumentTypeError(
+                f"{text}: must be {least} 0 and at most {high}"
+            )
+        return value
+
+    return number
+
+
+COUNT = number(int, 2**31 - 1)
+SEED = number(int, 2**63 - 1, zero=True)
+SHARE = number(float, 1)
+RATE = number(float, 1e30, zero=True)  # float32 ends at 3e38
 
 
 class Terminated(KeyboardInterrupt):
@@ -87,11 +108,11 @@ def run(main, resumes=False):
     except KeyboardInterrupt as error:
         _interrupted(error, resumes)
     except BrokenPipeError:
-        # The flush at the end.
+        # The last flush would meet the closed pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except (Exception, ProcessLost) as error:
-        # Python 3.11 wraps it in __set_name__.
+        # Python 3.11 wraps an interrupt that falls into __set_name__.
         if isinstance(error.__cause__, KeyboardInterrupt):
             _interrupted(error.__cause__, resumes)
         line = _in_one_line(error, resumes)
@@ -111,8 +132,11 @@ def run(main, resumes=False):
 
 
 def _check_words():
-    """An empty value, as of a shell variable that is not set, would mean the default; the first
-    of two values of one flag would be lost."""
+    """Refuse empty values and flags given twice.
+
+    The value of a shell variable that is not set is empty and would mean the default, and the first
+    of two values would be lost.
+    """
     flags = set()
     for word in sys.argv[1:]:
         flag, equals, value = word.partition("=")

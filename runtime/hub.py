@@ -1,4 +1,4 @@
-"""Asking the hub, once and briefly, before a loader tries for most of a minute."""
+"""Asking the hub once and briefly: a loader would try for most of a minute."""
 
 import os
 

@@ -153,7 +153,7 @@ def share_list(function, *lists):
     """function(*lists) -> a list of the same length, whose items all processes compute together.
 
     Each process calls it with every world_size()-th item. A sharded model needs equally many
-    forwards everywhere, so all get equally many items: some compute the last one once more.
+    forwards everywhere, so all get equally many items, and some compute the last one once more.
     """
     count = world_size()
     total = len(lists[0])

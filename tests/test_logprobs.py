@@ -627,17 +627,13 @@ def test_eq_lora_layers_are_pefts_own(name):
 
 
 def test_fused_lora_layers_step_aside():
-    """Merged adapters and dropout are PEFT's own to compute."""
+    """A merged adapter is PEFT's own to compute."""
     fused, _ = load_lora("llama")
     layer = lora_layers(fused)[0]
     x = normal(2, layer.in_features)
     expected = layer(x)
     layer.merge()
     assert_near(layer(x), expected)
-    layer.unmerge()
-    layer.lora_dropout["default"] = torch.nn.Dropout(0.9)
-    layer.train()
-    assert not torch.allclose(layer(x), expected)
 
 
 # --- what a copy is told --------------------------------------------------------------------------

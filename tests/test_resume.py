@@ -22,7 +22,6 @@ DETERMINISTIC = (
     "weights",
     "adapter/",
     "curated",
-    "shown",
     "base.json",
     "result.json",
 )

@@ -256,11 +256,6 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
             assert entry[column] == pytest.approx(losses[entry["row_id"]], rel=1e-4)
     kept = [losses[row_id] for row_id in order[:18]]
     assert run.result["lower_kept"] == pytest.approx(sum(kept) / 18, rel=1e-4)
-    keys = keys[:3]
-    shown = [{key: entry[key] for key in keys} for entry in run.weights]
-    for entry in shown:
-        entry |= source[entry["row_id"]]
-    assert read_rows(run.out / "shown.jsonl") == shown  # the texts, for the report
 
 
 def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
@@ -386,7 +381,6 @@ def test_run_folder_and_metrics(train, files):
         "config.json",
         "metrics.jsonl",
         "result.json",
-        "shown.jsonl",
     ]
     wanted += ["weights.jsonl", "weights/base_losses.safetensors", ADAPTER]
     wanted += ["weights/epoch_1.safetensors", "weights/epoch_2.safetensors"]

@@ -1,6 +1,5 @@
 """Command line: python -m theory [PART] [--out FOLDER]; under a minute on one CPU core."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -21,7 +20,7 @@ PARTS = {
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m theory")
+    parser = command.Parser(prog="python -m theory")
     parser.add_argument("part", nargs="?", default="all", choices=[*PARTS, "all"])
     parser.add_argument(
         "--out",

@@ -4,15 +4,14 @@ python -m toy write --out FOLDER [--seed 0 --noise 0.4 --contrary 0.5 --upper ri
 python -m toy train --out FOLDER [--seed 0]
 """
 
-import argparse
 from pathlib import Path
 
-from runtime.command import run
+from runtime.command import Parser, run
 from toy import base, corpus
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m toy")
+    parser = Parser(prog="python -m toy")
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="the four sets of rows as jsonl files")
     write.add_argument("--out", type=Path, required=True)

@@ -11,6 +11,7 @@ from conftest import write_rows
 from safetensors.torch import save_file
 
 import eval as front
+from utils import content_hash
 
 HOSTILE = (
     "</div></article><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -24,9 +25,9 @@ ARGUMENTS = {
     "epochs": 2,
     "batch": 8,
     "model": "m",
-    "lower": "lower.jsonl",
-    "upper": "upper.jsonl",
-    "upper_heldout": "held.jsonl",
+    "lower": ["lower.jsonl"],
+    "upper": ["upper.jsonl"],
+    "upper_heldout": ["held.jsonl"],
 }
 
 
@@ -104,21 +105,14 @@ def change_json(file, **values):
 
 
 def add_texts(folder, text, entries):
-    """shown.jsonl and curated.jsonl of a run, every text the same; every other row rewritten."""
-    write_rows(
-        folder / "shown.jsonl",
-        [
-            {
-                "row_id": entry["row_id"],
-                "hash": entry["hash"],
-                "prompt": text,
-                "response": text,
-            }
-            for entry in entries
-        ],
-    )
+    """Every text of a run is the same: one source, curated.jsonl; every other row is rewritten."""
+    source = folder.with_suffix(".jsonl")
+    write_rows(source, [{"prompt": text, "response": text}])
+    arguments = json.loads((folder / "config.json").read_text())["args"]
+    change_json(folder / "config.json", args=arguments | {"lower": [str(source)]})
     curated = []
     for number, entry in enumerate(entries):
+        entry["hash"] = content_hash(text, text)
         rewritten = number % 2 == 1
         curated.append(
             entry
@@ -130,6 +124,7 @@ def add_texts(folder, text, entries):
                 "margin": float(number),
             }
         )
+    write_rows(folder / "weights.jsonl", entries)
     write_rows(folder / "curated.jsonl", curated)
 
 

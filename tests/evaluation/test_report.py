@@ -100,38 +100,21 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     assert "z" * 1000 not in text
     assert text.count('dir="auto"') == 3 * report.EXAMPLES
     assert column(page, "kind")[1] == f"<i>\x1b{long}"[: report.TEXT]
-    write_rows(
-        folder / "shown.jsonl",
-        [
-            {
-                "row_id": entry["row_id"],
-                "hash": entry["hash"],
-                "prompt": "lone \ud800 surrogate",  # legal JSON, but not UTF-8
-                "response": "x",
-            }
-            for entry in entries
-        ],
-    )
-    assert column(make_page(tmp_path, folder)[1], "prompt")[1] == "lone \ud800 surrogate"
 
 
 def test_texts_come_from_files_whose_hash_agrees(tmp_path):
-    """Those of shown.jsonl, and those of a source that is there and has not changed in this row."""
+    """Those of a source that is there and has not changed in this row."""
     source = tmp_path / "lower.jsonl"
-    folder = fabricate(tmp_path / "run", lower=[str(source), "gone.jsonl"])
+    folder = fabricate(tmp_path / "run", lower=["gone.jsonl", str(source)])
     rows = read_rows(folder / "weights.jsonl")
     rows[2]["hash"] = rows[39]["hash"] = content_hash("in the source", "x")
     write_rows(folder / "weights.jsonl", rows)
-    texts = []
-    for row in (rows[0], {"hash": "another"}):
-        texts.append({"prompt": "shown", "response": "x", "row_id": 1, "hash": row["hash"]})
-    write_rows(folder / "shown.jsonl", texts)
     for prompt in ("in the source", "changed"):
         write_rows(source, [{"prompt": prompt, "response": "x"}, {"neither": "known"}])
         prompts = column(make_page(tmp_path, folder)[1], "prompt")
-        expected = {1: "shown"}
+        expected = {}
         if prompt == "in the source":
-            expected |= {3: prompt, 40: prompt}
+            expected = {3: prompt, 40: prompt}
         assert {rank: text for rank, text in prompts.items() if text} == expected
 
 

@@ -1,11 +1,9 @@
 """Files of a run that were cut, damaged or would be overwritten: one line that names the file."""
 
-import json
-
 import pytest
 import torch
 from conftest import listing, read_rows, write_rows
-from fabricated import add_texts, change_json, fabricate
+from fabricated import add_texts, fabricate
 from safetensors.torch import save_file
 
 import eval as front
@@ -27,7 +25,6 @@ FILES = {  # a file of a run: the commands that read it
     "metrics.jsonl": ("report",),
     "weights.jsonl": ("report", "keep", "ranking"),
     "curated.jsonl": ("report", "export"),
-    "shown.jsonl": ("report",),
     "weights/epoch_1.safetensors": ("report", "ranking"),
 }
 DAMAGES = {
@@ -133,10 +130,6 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 
 def test_nothing_is_written_over_an_input(here, refused):
     run = fabricate(here / "run")
-    rows = here / "noisy.jsonl"
-    write_rows(rows, [{"prompt": "a", "response": "b"}])
-    config = json.loads((run / "config.json").read_text())
-    change_json(run / "config.json", args=config["args"] | {"lower": str(rows)})
     add_texts(run, "x", read_rows(run / "weights.jsonl"))
     before = {name: (here / name).read_bytes() for name in listing(here)}
     for command, flags in (
@@ -148,7 +141,7 @@ def test_nothing_is_written_over_an_input(here, refused):
             "run/metrics.jsonl",
             "run/../run/config.json",
             "run/base.json",
-            "noisy.jsonl",
+            "run.jsonl",  # its source
         ):
             words = [command, str(run), *flags, "--out", path]
             assert "would overwrite" in refused(lambda w=words: front.main(w))

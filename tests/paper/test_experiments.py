@@ -80,9 +80,9 @@ def test_the_curated_sets_commands(here, capsys):
     ]
     assert [args.keep for args in raw] == [line[-1] for line in kept[:3]]
     for args in raw:
-        assert args.lower == "my rows.jsonl"
+        assert args.lower == ["my rows.jsonl"]
         assert (args.lower_limit, args.token_budget) == (20, 100)
-    assert rewritten.lower == kept[3][-1] and rewritten.upper == "up.jsonl"
+    assert rewritten.lower == [kept[3][-1]] and rewritten.upper == ["up.jsonl"]
     assert rewritten.lower_limit is rewritten.lower_columns is rewritten.keep is None
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import train_offline
 import train_online
-from evaluation.runs import names_of
 from paper.__main__ import main
 from toy import corpus
 
@@ -63,8 +62,8 @@ def test_every_planned_command_parses(target, scale, here, capsys):
         if name == "toy":
             written.add(str(args.out))
         elif scale == "toy":  # Every set of rows that is read is written first.
-            assert str(Path(*names_of(args.lower)).parent) in written
-            assert str(Path(*names_of(args.upper_heldout)).parent) in written
+            assert str(Path(*args.lower).parent) in written
+            assert str(Path(*args.upper_heldout).parent) in written
     assert len(outs) == len(set(outs))  # No two runs share a folder.
     assert bool(written) == (scale == "toy")
 
@@ -84,7 +83,7 @@ def test_the_row_tests_read_the_two_sets_alone(here, capsys):
         "runs/toy/joined/seed-0.kept.jsonl",
     ]
     _, args = parse_command(lines[1])
-    assert names_of(args.lower) == [f"{rows}/lower.jsonl"]
+    assert args.lower == [f"{rows}/lower.jsonl"]
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):
@@ -114,7 +113,7 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
     assert write.endswith("--noise 0.2 --contrary 1" + " --upper pairs" * pairs)
     for line in (bds, mixing, less, kept):
         _, args = parse_command(line)
-        (lower,) = names_of(args.lower)
+        (lower,) = args.lower
         assert lower.startswith("runs/toy/rows/noise-0.2-contrary-1")
         assert args.upper_loss == ("dpo" if pairs else "sft")
         assert args.max_length == 128
@@ -141,7 +140,7 @@ def test_names_and_files_with_spaces_stay_one_word(here, capsys):
     assert len(lines) == 4
     for line in lines:
         _, args = parse_command(line)
-        assert names_of(args.lower) == ["my  rows.jsonl"]
+        assert args.lower == ["my  rows.jsonl"]
         assert args.lower_columns == "prompt=a question,response=b"
         assert args.out.startswith("runs/my runs/")
 

@@ -7,7 +7,6 @@ import pytest
 from paper.statistics import (
     cell_of,
     cell_text,
-    prefer_unmasked,
     with_base,
 )
 
@@ -20,18 +19,6 @@ def test_a_cell_is_mean_and_sample_deviation_of_what_was_measured():
     assert cell_of([None]) is None
     assert cell_text(cell_of([99.0, 101.0])) == "100 ± 1"
     assert cell_text(cell_of([2.0])) == "2.000"
-
-
-def test_masked_rows_and_faults_that_they_alone_have_are_left_out():
-    run = {
-        "base/upper_heldout": 1.0,
-        "weight/auroc": 0.5,
-        "weight/auroc/plain": 0.6,
-        "weight/recall/plain": 0.8,
-    }
-    assert prefer_unmasked(run) == run  # An offline run has no such metrics.
-    online = prefer_unmasked({**run, "weight_unmasked/auroc": 0.9})
-    assert online == {"base/upper_heldout": 1.0, "weight/auroc": 0.9}
 
 
 def test_the_base_model_comes_first_without_its_ranking():
