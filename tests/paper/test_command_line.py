@@ -13,7 +13,7 @@ from paper.__main__ import main
         ("table3 --scale small", "name the rows"),
         ("table1 --data '--lower x'", "the toy has rows of its own"),
         ("table1 --only 'BDS; nonsense'", "has the name 'nonsense'"),
-        ("table1 --seeds 0", "--seeds must be 1 or more"),
+        ("table1 --seeds 0", "must be above 0"),
         ("qa", "list puzzles only"),
         ("winrate --scale small --prompts p.json", "--judge"),
         ("winrate --judge '--judge m'", "neither on the toy"),
