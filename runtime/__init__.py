@@ -1,1 +1,22 @@
-"""Around a run: processes, the command line's end, the run folder, its metrics, the hub."""
+"""Around a run: processes, the command line's end, the run folder, its metrics, the hub.
+
+`command.run` ends a command that Ctrl-C interrupts. Before it is called libraries are imported,
+some of which turn an interrupt into an error of their own: from here on that is one line, too.
+"""
+
+import os
+import sys
+
+
+def _uncaught(kind, error, trace):
+    cause = error
+    while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print("error: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+sys.excepthook = _uncaught

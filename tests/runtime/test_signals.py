@@ -50,6 +50,21 @@ def wait_until(ready, seconds=120):
         time.sleep(0.002)
 
 
+def test_an_interrupt_while_libraries_are_imported_is_one_line():
+    """Also where a library has made an error of its own of it."""
+    code = """import runtime
+try:
+    raise KeyboardInterrupt
+except BaseException as error:
+    raise ImportError("no such module") from error"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (130, b"error: interrupted\n")
+    code = "import runtime; raise ImportError('no such module')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.returncode == 1
+    assert b"no such module" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.slow)]
 )
