@@ -252,7 +252,7 @@ result.flagged = ranks();
 const keys = section.querySelector("textarea").value.trim().split("\\n");
 result.keys = keys.map(JSON.parse);
 set(reason, "", "change");
-set(section.querySelector("input"), "000000000000000a", "input");
+set(section.querySelector("input"), "kind 10.", "input");
 result.searched = ranks();
 result.count = section.querySelector(".count").textContent;
 set(section.querySelector("input"), "", "input");
@@ -297,6 +297,8 @@ def test_page_in_a_browser(tmp_path, width):
     message, and nothing is wider than the screen."""
     folder = fabricate(tmp_path / "run", method="online")
     entries = read_rows(folder / "weights.jsonl")
+    for entry in entries:
+        entry["kind"] = f"kind {entry['row_id']}."
     add_texts(folder, HOSTILE + "w" * 5000, entries)
     tests = []
     for entry in entries:
