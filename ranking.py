@@ -120,7 +120,14 @@ def listed(rows, file, column):
             )
         result.append(value)
     if values:
-        print(f"warning: {len(values)} rows that {file} lists are not among these rows")
+        source, row_id = next(iter(values))
+        example = f"row_id {row_id}"
+        if several:
+            example += f" of {source}; name each source as it was named for the ranking"
+        print(
+            f"warning: {len(values)} rows that {file} lists are not among these rows, such as "
+            f"{example}"
+        )
     if None in result:
         print(
             f"warning: {result.count(None)} of the {len(result)} rows are not listed in {file}: "
