@@ -73,8 +73,9 @@ class Log:
                     f"step {metrics['step']}: {key} is {value}; lower --lr and start again in "
                     "another --out"
                 )
-        seconds = time.perf_counter() - started
-        self.file.write(json.dumps(metrics | {"time/step": seconds}) + "\n")
+        self.file.write(
+            json.dumps(metrics | {"time/step": time.perf_counter() - started}) + "\n"
+        )
         losses = {"upper": metrics["upper_loss"], "lower": metrics["lower_loss"]}
         if losses["upper"] is None:  # SFT has no upper level
             del losses["upper"]
