@@ -164,7 +164,7 @@ def _lock_run(out):
 def _check_config(out, saved, config, free_to_change):
     """`UserError` unless `config` continues the run that saved `saved`."""
     free = {*free_to_change, "processes"}
-    processes = saved["environment"]["processes"]
+    processes = saved["environment"].get("processes", 1)
     if processes != world_size():
         free.add("threads")
     for section, key, before, value in _differences(saved, json.loads(json.dumps(config))):

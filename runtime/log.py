@@ -34,8 +34,7 @@ class Progress(tqdm):
                 "bar_format": LOG_LINE,
                 "position": 0,
             }
-        hidden = label is None or rank() > 0
-        super().__init__(rows, desc=label, disable=hidden, **options)
+        super().__init__(rows, desc=label, disable=label is None or rank() > 0, **options)
 
     @staticmethod
     def status_printer(file):
