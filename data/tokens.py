@@ -295,7 +295,7 @@ class Reader:
         examples = "; ".join(f"{row['place']}: {row['reason']}" for row in rows[:3])
         count = len(rows) + self.report["rows_kept"]
         line = f"{self.source}: {len(rows)} of {count} rows cannot be used ({examples})"
-        if self.notes.layouts:
+        if self.notes.layouts or not self.notes.columns:
             return line
         return f"{line}; {layouts.known_layouts(self.notes)}"
 
