@@ -162,7 +162,8 @@ def join_row_tests(run, file):
         if tested.get("hash") != row["hash"]:
             raise UserError(
                 f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
-                "this text: the ranking belongs to other data"
+                "this text: the ranking belongs to other data, or names its sources in "
+                "another way"
             )
         if "reason" not in tested:
             raise UserError(

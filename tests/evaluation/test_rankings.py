@@ -89,6 +89,8 @@ def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
     keep(run, 0.5)
     write_rows(run / "weights.jsonl", [*rows[:-1], rows[0]])
     assert "stands in the file twice" in refused(lambda: keep(run, 0.5))
+    write_rows(run / "weights.jsonl", [{"prompt": "x"}] * 8)
+    assert "a ranking with row_id, hash and rank" in refused(lambda: keep(run, 0.5))
 
 
 def test_eq_ranking_over_epochs_by_hand(tmp_path):
