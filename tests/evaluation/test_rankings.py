@@ -23,8 +23,8 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     for row, entry in zip(kept, read_rows(run / "weights.jsonl"), strict=True):
         assert row == entry | {"kept": entry["rank"] <= 10}
     for fraction, words in (
-        (0, "(0, 1]"),
-        (1.5, "(0, 1]"),
+        (0, "at most 1"),
+        (1.5, "at most 1"),
         (0.001, "none would be kept"),
     ):
         assert words in refused(lambda f=fraction: keep(run, f))
