@@ -120,13 +120,9 @@ def listed(rows, file, column):
             )
         result.append(value)
     if values:
-        source, row_id = next(iter(values))
-        example = f"row_id {row_id}"
-        if several:
-            example += f" of {source}; name each source as it was named for the ranking"
         print(
-            f"warning: {len(values)} rows that {file} lists are not among these rows, such as "
-            f"{example}"
+            f"warning: {len(values)} rows that {file} lists are not among these rows; several "
+            "sources must be named as they were named for the ranking"
         )
     if None in result:
         print(
