@@ -120,7 +120,10 @@ def listed(rows, file, column):
             )
         result.append(value)
     if values:
-        print(f"warning: {len(values)} rows that {file} lists are not among these rows")
+        print(
+            f"warning: {len(values)} rows that {file} lists are not among these rows; several "
+            "sources must be named as they were named for the ranking"
+        )
     if None in result:
         print(
             f"warning: {result.count(None)} of the {len(result)} rows are not listed in {file}: "

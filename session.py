@@ -488,9 +488,10 @@ def save_and_print(args, run, result, labels, scores):
     if file.exists() and file.read_text() != text:  # ended before, with other kept rows
         (run.out / "losses.json").unlink(missing_ok=True)
     write_atomic(file, text)
+    quoted = shlex.quote(str(run.out))
     print(
-        f"the kept rows as a file for a trainer: python eval.py export {run.out}\n"
-        f"one page to look at: python eval.py report {run.out}"
+        f"the kept rows as a file for a trainer: python eval.py export {quoted}\n"
+        f"one page to look at: python eval.py report {quoted}"
     )
     print("RESULT " + json.dumps(headline(figures)), flush=True)
     return figures

@@ -31,7 +31,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 from operator import itemgetter
-from os.path import commonprefix
+from os.path import commonprefix, realpath
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,7 +121,7 @@ def load_rows(
     sources = [source] if isinstance(source, (str, Path)) else source
     sources = list(map(str, sources))
     name = name or ", ".join(sources)
-    if len(set(sources)) < len(sources):
+    if len(set(map(realpath, sources))) < len(sources):
         raise UserError(f"{name}: one source is named twice")
     if tokenizer.eos_token_id is None:
         raise UserError(
@@ -295,7 +295,7 @@ class Reader:
         examples = "; ".join(f"{row['place']}: {row['reason']}" for row in rows[:3])
         count = len(rows) + self.report["rows_kept"]
         line = f"{self.source}: {len(rows)} of {count} rows cannot be used ({examples})"
-        if self.notes.layouts:
+        if self.notes.layouts or not self.notes.columns:
             return line
         return f"{line}; {layouts.known_layouts(self.notes)}"
 

@@ -3,8 +3,8 @@
 The page is a single file: plots are pictures inside it, and it makes no request. Its one script,
 report.js, sorts and filters the table of rows. A content policy in the page forbids every other
 script and all requests, so text of a data set can do no harm even where escaping it failed. Every
-text of the data is escaped, direction-isolated and cut visibly. Texts come from the run folder, and
-from the sources where a row still has the hash that the run knows.
+text of the data is escaped, direction-isolated and cut visibly. New answers come from the run
+folder, other texts from the sources where a row still has the hash that the run knows.
 """
 
 import base64
@@ -99,6 +99,12 @@ def rows_table(run):
         return "<p class='muted'>No ranking yet: the run has written no weights.jsonl.</p>"
     texts = known_texts(run)
     count = len(run.rows)
+    missing = sum(row["hash"] not in texts for row in run.rows)
+    if missing:
+        print(
+            f"{run.folder}: {missing} of {count} rows have no text on the page: their sources have "
+            "changed, or are not there as seen from this folder"
+        )
 
     def place(row):
         return row.get("reason") is None, min(row["rank"], count - row["rank"])
@@ -156,7 +162,8 @@ def join_row_tests(run, file):
         if tested.get("hash") != row["hash"]:
             raise UserError(
                 f"{file}: row_id {row['row_id']} of {run.folder} is not in it with "
-                "this text: the ranking belongs to other data"
+                "this text: the ranking belongs to other data, or names its sources in "
+                "another way"
             )
         if "reason" not in tested:
             raise UserError(

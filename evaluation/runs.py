@@ -78,7 +78,7 @@ def read_ranking(path):
                 f"{path}: holds {len(rows)} rows, the run's result.json says {expected}: "
                 "the file was cut or belongs to another run"
             )
-    with reading(path):
+    with reading(f"{path}, read as a ranking with row_id, hash and rank"):
         # Rankings of older runs name no source.
         hashes = {(row.get("source"), row["row_id"]): row["hash"] for row in rows}
         rows.sort(key=lambda row: row["rank"])

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-REPEATABLE = {"--prompt"}  # flags that may be given more than once
 # Errors of these packages speak of a file that the user named: one line says what they say.
 LIBRARIES = {
     "_csv",
@@ -35,7 +34,13 @@ LIBRARIES = {
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but an error is one line, without pages of usage."""
+    """argparse's parser, but an error is one line, without pages of usage.
+
+    No flag is abbreviated: --keep of one script would be --keep-fraction in another.
+    """
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message):
         raise UserError(f"{message}; see --help")
@@ -53,6 +58,7 @@ def number(kind, high, zero=False):
             )
         return value
 
+    number.__name__ = kind.__name__  # argparse's message has it
     return number
 
 
@@ -132,7 +138,7 @@ def run(main, resumes=False):
 
 
 def _check_words():
-    """Refuse empty values and flags given twice.
+    """Refuse empty values and flags given twice; only --prompt may be.
 
     The value of a shell variable that is not set is empty and would mean the default, and the first
     of two values would be lost.
@@ -140,11 +146,12 @@ def _check_words():
     flags = set()
     for word in sys.argv[1:]:
         flag, equals, value = word.partition("=")
-        if not word.strip() or (flag.startswith("--") and equals and not value.strip()):
+        is_flag = flag.startswith("--")
+        if not word.strip() or (is_flag and equals and not value.strip()):
             raise UserError(
                 f"{shlex.join(sys.argv)}: {word!r} is empty; give a value or none"
             )
-        if flag.startswith("--") and flag in flags and flag not in REPEATABLE:
+        if is_flag and flag in flags and flag != "--prompt":
             raise UserError(f"{flag} is given twice; leave one of them")
         flags.add(flag)
 

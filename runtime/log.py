@@ -34,8 +34,7 @@ class Progress(tqdm):
                 "bar_format": LOG_LINE,
                 "position": 0,
             }
-        hidden = label is None or rank() > 0
-        super().__init__(rows, desc=label, disable=hidden, **options)
+        super().__init__(rows, desc=label, disable=label is None or rank() > 0, **options)
 
     @staticmethod
     def status_printer(file):
@@ -73,8 +72,9 @@ class Log:
                     f"step {metrics['step']}: {key} is {value}; lower --lr and start again in "
                     "another --out"
                 )
-        seconds = time.perf_counter() - started
-        self.file.write(json.dumps(metrics | {"time/step": seconds}) + "\n")
+        self.file.write(
+            json.dumps(metrics | {"time/step": time.perf_counter() - started}) + "\n"
+        )
         losses = {"upper": metrics["upper_loss"], "lower": metrics["lower_loss"]}
         if losses["upper"] is None:  # SFT has no upper level
             del losses["upper"]

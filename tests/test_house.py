@@ -25,8 +25,8 @@ AROUND = {
 # Code tokens of a room at most. A room that grows says what went for it.
 TOKENS = {
     "root": 26_200,
-    "data": 10_500,
-    "runtime": 4_250,
+    "data": 10_550,
+    "runtime": 4_350,
     "row_tests": 5_700,
     "baselines": 4_000,
     "evaluation": 12_000,
@@ -38,7 +38,7 @@ TOKENS = {
     "tests": 125_000,
 }
 SOURCE = 93_000
-CLOSURE = 37_600  # of both training scripts
+CLOSURE = 37_750  # of both training scripts
 DENSITY = 9.0  # tokens a line of code, of a room; of a file one more
 DENSITY_OF_ARRAYS = 10.0  # of theory/, tests/ and the copyable files; of a file two more
 LONGEST_FUNCTION = 80  # lines of code

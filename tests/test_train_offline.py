@@ -368,7 +368,7 @@ def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
 
 def test_run_folder_and_metrics(train, files):
     paths = files(lower=9, upper=6, lower_heldout=5)
-    run = train(paths, batch=4, epochs=2, save_every=2)
+    run = train(paths, out="a run", batch=4, epochs=2, save_every=2)
     left = [name for name in listing(run.out) if name != "run.lock"]
     checkpoints = [name for name in left if name.startswith("checkpoints/")]
     assert checkpoints == [
@@ -387,6 +387,7 @@ def test_run_folder_and_metrics(train, files):
     assert set(wanted) <= set(left)
     assert not [name for name in left if "partial" in name]
     assert json.loads((run.out / "result.json").read_text()) == run.result
+    assert f"eval.py report '{run.out}'" in run.text  # a command to paste
     shown = json.loads(run.text.splitlines()[-1].removeprefix("RESULT "))
     assert shown.items() <= run.result.items()
     assert len(shown) <= 25

@@ -261,6 +261,8 @@ def test_a_file_that_is_mostly_bad_is_refused_with_three_rows(load):
     with pytest.raises(UserError, match=message):
         load(*source)
     assert len(load(good, *source[:9])[0]) == 5, "half of the rows is enough"
+    with pytest.raises(UserError, match=r"\(int\)\)$"):  # it has no columns to name
+        load("1")
 
 
 def test_an_unknown_layout_is_refused_with_its_columns(load):

@@ -1,5 +1,6 @@
 """data/sets.py: held-out prompts train on no level, pairs, and what is said of a set."""
 
+from os.path import relpath
 from types import SimpleNamespace
 
 import pytest
@@ -122,7 +123,7 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     ]
     assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
     with pytest.raises(UserError, match=r"lower: one source is named twice"):
-        levels(lower=[first, first])
+        levels(lower=[first, f"./{relpath(first)}"])
     with pytest.raises(
         UserError,
         match=r"no row has a column that --lower-columns prompt=q,response=a names",

@@ -23,8 +23,8 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     for row, entry in zip(kept, read_rows(run / "weights.jsonl"), strict=True):
         assert row == entry | {"kept": entry["rank"] <= 10}
     for fraction, words in (
-        (0, "above 0"),
-        (1.5, "above 0"),
+        (0, "at most 1"),
+        (1.5, "at most 1"),
         (0.001, "none would be kept"),
     ):
         assert words in refused(lambda f=fraction: keep(run, f))
@@ -89,6 +89,8 @@ def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
     keep(run, 0.5)
     write_rows(run / "weights.jsonl", [*rows[:-1], rows[0]])
     assert "stands in the file twice" in refused(lambda: keep(run, 0.5))
+    write_rows(run / "weights.jsonl", [{"prompt": "x"}] * 8)
+    assert "a ranking with row_id, hash and rank" in refused(lambda: keep(run, 0.5))
 
 
 def test_eq_ranking_over_epochs_by_hand(tmp_path):

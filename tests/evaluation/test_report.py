@@ -102,7 +102,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     assert column(page, "kind")[1] == f"<i>\x1b{long}"[: report.TEXT]
 
 
-def test_texts_come_from_files_whose_hash_agrees(tmp_path):
+def test_texts_come_from_files_whose_hash_agrees(tmp_path, capfd):
     """Those of a source that is there and has not changed in this row."""
     source = tmp_path / "lower.jsonl"
     folder = fabricate(tmp_path / "run", lower=["gone.jsonl", str(source)])
@@ -116,6 +116,7 @@ def test_texts_come_from_files_whose_hash_agrees(tmp_path):
         if prompt == "in the source":
             expected = {3: prompt, 40: prompt}
         assert {rank: text for rank, text in prompts.items() if text} == expected
+        assert f"{40 - len(expected)} of 40 rows have no text" in capfd.readouterr().out
 
 
 def test_the_page_stands_beside_the_runs(tmp_path, capfd):
@@ -215,6 +216,7 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     [
         ({"hash": "another"}, "belongs to other data"),
         ({"row_id": 77}, "belongs to other data"),
+        ({"source": "/data/lower.jsonl"}, "names its sources in another way"),
         ({"row_id": 3}, "stands in the file twice"),
         ({"reason": "gone"}, "has no column reason"),
     ],

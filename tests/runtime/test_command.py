@@ -120,6 +120,17 @@ def test_a_flag_given_twice_is_refused(refused, monkeypatch, words):
     assert "--lr is given twice" in refused(lambda: pytest.fail("ran"))
 
 
+def test_no_flag_is_abbreviated_and_a_wrong_number_says_its_kind():
+    """`--keep` of one script is not the `--keep-fraction` of another."""
+    parser = command.Parser()
+    parser.add_argument("--keep-fraction", type=command.SHARE)
+    parser.add_argument("--batch", type=command.COUNT)
+    with pytest.raises(UserError, match="unrecognized arguments: --keep"):
+        parser.parse_args(["--keep", "0.5"])
+    with pytest.raises(UserError, match="--batch: invalid int value"):
+        parser.parse_args(["--batch", "1.5"])
+
+
 # --- pipes and signals ----------------------------------------------------------------------------
 
 
