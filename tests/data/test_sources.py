@@ -160,9 +160,15 @@ def test_a_row_that_cannot_be_read_keeps_its_number(load, tmp_path, name, conten
 
 
 def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
-    def full(content):
+    """While it is read, and while its rows are made tokens."""
+
+    def full(*_):
         raise MemoryError
 
+    with monkeypatch.context() as patch:
+        patch.setattr("data.tokens.Reader._tokenise", full)
+        with pytest.raises(UserError, match=r"source.jsonl: no memory for its rows"):
+            load([{"prompt": "a", "response": "b"}])
     monkeypatch.setattr(sources, "_decode", full)
     write(tmp_path / "x.jsonl")
     with pytest.raises(
