@@ -135,8 +135,8 @@ def micro_batches(upper_rows, lower_rows, micro_batch, sharded=False):
 
     upper_rows, lower_rows: for every row of the step its sequences (a pair has two, a question G).
     Row i is the share of process i mod world_size(). A forward takes at most `micro_batch` rows of
-    each level, and a row all its sequences.
-    A sharded model also gets sequences of no row, while other processes have more forwards.
+    each level, with all their sequences. A sharded model also gets sequences of no row, while other
+    processes have more forwards.
     """
     for places in in_step(
         _places_here(len(upper_rows), len(lower_rows), micro_batch), sharded

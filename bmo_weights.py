@@ -32,7 +32,7 @@ Deviations from the text of the paper:
     answers are equal: r_g / lambda_g = (sum_g' pi(y_g')) / pi_old(y_g). The training script uses
     r, as Algorithm 1 does, and offers lambda by a flag.
  3. |log r| is clamped at `MAX_LOG_RATIO`. A ratio of sequence probabilities moves exponentially
-    with length: without the clamp one answer would take over the step, and later overflow.
+    with length: without the clamp one answer would take over the step, and later r would overflow.
 """
 
 import torch

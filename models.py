@@ -19,9 +19,8 @@ from utils import UserError, first_line
 # ruff: isort: split
 import torch
 
-BF16_FROM = (
-    512  # hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it
-)
+# Hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it.
+BF16_FROM = 512
 # Settings that may differ from PEFT's defaults in plain LoRA; `_check_adapter` says how two may.
 PLAIN_SETTINGS = {
     "alpha_pattern",

@@ -255,7 +255,7 @@ def parse(parser, argv, presets=PRESETS):
 
 
 def toy_files(args):
-    """{argument: file} of the embedded toy's rows; under DPO the trusted ones are pairs."""
+    """{argument: [file]} of the embedded toy's rows; under DPO the trusted ones are pairs."""
     for name in ("upper_heldout", "lower_heldout"):
         if getattr(args, name) is not None:
             raise UserError(

@@ -90,8 +90,9 @@ class Selector:
         The buffer is kept: new memory at every call doubles the time of a step at 10^7 rows.
         """
         exp = torch.sub(self.logits, self.logits.max(), out=self._buffer).exp_()
-        # Untouched weights are exactly one: a float64 sum of equal numbers is exact. Of more rows
-        # a block is summed in float32, also exact and in a third of the time; blocks in float64.
+        # Untouched weights are exactly one, because a float64 sum of equal numbers is exact. Where
+        # there are more rows, each block is summed in float32: it takes a third of the time and is
+        # exact, too. The blocks are added in float64.
         dtype = torch.float64 if len(exp) <= self.BLOCK else None
         sums = [block.sum(dtype=dtype) for block in exp.split(self.BLOCK)]
         return exp, torch.stack(sums).double().sum() / len(exp)
@@ -125,9 +126,8 @@ class Selector:
         if rows.shape != losses.shape:
             raise ValueError(f"{tuple(rows.shape)} rows and {tuple(losses.shape)} losses")
         exp, mean = self._exp()
-        weighted = (
-            losses * exp[rows].div_(mean) * (gamma / len(rows))
-        )  # gamma / B * C_b W_b
+        # gamma / B * C_b W_b
+        weighted = losses * exp[rows].div_(mean) * (gamma / len(rows))
         total = weighted.sum()
         if not math.isfinite(total):
             raise FloatingPointError(

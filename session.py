@@ -1,7 +1,7 @@
 """What both training scripts set up and finish alike; the loop is in the scripts.
 
-Each record is made in one place: the plan of a run, the model with what trains it. Only
-`Judged` is completed by the scripts. The method is in the scripts; nothing here takes a gradient.
+One function builds each of the records below; the scripts add to `Judged` alone. The method is in
+the scripts; nothing here takes a gradient.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from runtime.command import reading
 from utils import UserError, first_line
 
 TEMPLATE = "User: {prompt}\nAssistant: {response}"
-# One date for all chat templates: rows would change from day to day.
+# One date for all chat templates; otherwise rows would change from day to day.
 TODAY = datetime.datetime(2024, 7, 26)
 # Stands in for special-token string number {}. Text never holds half a surrogate pair: `text_of`.
 MARK = "\ud800{}\udfff"

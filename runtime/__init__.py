@@ -9,6 +9,7 @@ import sys
 
 
 def _uncaught(kind, error, trace):
+    """Python's hook for an error that nobody caught: one line where an interrupt is its cause."""
     cause = error
     while cause is not None and not isinstance(cause, KeyboardInterrupt):
         cause = cause.__cause__ or cause.__context__

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
 def number(kind, high, zero=False):
     """A flag's type: a number of a kind (int, float) above 0, with `zero` also 0, up to `high`."""
 
-    def number(text):
+    def parse(text):
         value = kind(text)
         if not 0 <= value <= high or (value == 0 and not zero):
             least = "at least" if zero else "above"
@@ -58,8 +58,8 @@ def number(kind, high, zero=False):
             )
         return value
 
-    number.__name__ = kind.__name__  # argparse's message has it
-    return number
+    parse.__name__ = kind.__name__  # argparse's message has it
+    return parse
 
 
 COUNT = number(int, 2**31 - 1)

@@ -140,7 +140,7 @@ def _open_run(out, config, resume, free_to_change):
         shutil.rmtree(stale, ignore_errors=True)  # a folder
         if stale.exists():
             stale.unlink()
-    # The environment of the first start, and the arguments of now.
+    # The file keeps the environment of the first start and gets the arguments of now.
     write_atomic(file, json.dumps(saved | {"args": config["args"]}, indent=2) + "\n")
 
 

@@ -34,7 +34,8 @@ class Progress(tqdm):
                 "bar_format": LOG_LINE,
                 "position": 0,
             }
-        super().__init__(rows, desc=label, disable=label is None or rank() > 0, **options)
+        hidden = label is None or rank() > 0
+        super().__init__(rows, desc=label, disable=hidden, **options)
 
     @staticmethod
     def status_printer(file):
@@ -72,9 +73,8 @@ class Log:
                     f"step {metrics['step']}: {key} is {value}; lower --lr and start again in "
                     "another --out"
                 )
-        self.file.write(
-            json.dumps(metrics | {"time/step": time.perf_counter() - started}) + "\n"
-        )
+        seconds = time.perf_counter() - started
+        self.file.write(json.dumps(metrics | {"time/step": seconds}) + "\n")
         losses = {"upper": metrics["upper_loss"], "lower": metrics["lower_loss"]}
         if losses["upper"] is None:  # SFT has no upper level
             del losses["upper"]

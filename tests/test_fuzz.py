@@ -192,7 +192,7 @@ def test_values_of_every_flag(script, files, folders, tmp_path, capfd, monkeypat
         common += ["--max-new-tokens", "2", "--ratio-masked", "0.5"]
     codes = []
     for action in parsers[0]._actions:
-        if getattr(action.type, "__name__", "") not in ("int", "float", "number"):
+        if getattr(action.type, "__name__", "") not in ("int", "float"):
             continue
         for value in NUMBERS:
             words = [
