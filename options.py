@@ -27,8 +27,14 @@ PAPER = {
     "omega_loss": "next",
     "gradient_checkpointing": True,
 }
-QUALITY = {"lower": f"{RECIPES}/alpaca-cleaned.jsonl", "upper": f"{RECIPES}/openorca.jsonl"}
-SAFETY = {"lower": f"{RECIPES}/redorca.jsonl", "upper": f"{RECIPES}/blueorca.jsonl"}
+QUALITY = {
+    "lower": [f"{RECIPES}/alpaca-cleaned.jsonl"],
+    "upper": [f"{RECIPES}/openorca.jsonl"],
+}
+SAFETY = {
+    "lower": [f"{RECIPES}/redorca.jsonl"],
+    "upper": [f"{RECIPES}/blueorca.jsonl"],
+}
 LLAMA = PAPER | {"model": "meta-llama/Meta-Llama-3-8B-Instruct", "lower_limit": 56000}
 PRESETS = {
     "pythia-1b-quality": PAPER

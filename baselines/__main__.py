@@ -31,7 +31,7 @@ def add_settings(parser):
     )
     add(
         "--lr",
-        type=float,
+        type=command.RATE,
         default=2e-5,
         help="of the warm-up, linear, 3 %% rising (2e-5)",
     )

@@ -56,13 +56,13 @@ class RowTexts:
             yield f"{prompt}\n{response}"
 
 
-def log_probabilities(texts):
+def log_probabilities(texts, level):
     """log (share + 1e-8) of the buckets among the n-grams of all texts, (NUM_BUCKETS,)."""
     counts = np.zeros(NUM_BUCKETS)
     for text in tqdm(texts, desc="dsir: n-grams", unit=" rows", mininterval=1):
         np.add.at(counts, ngram_buckets(text, NUM_BUCKETS), 1)
     if not counts.any():
-        raise UserError("dsir: no row of one of the levels holds a word")
+        raise UserError(f"dsir: no {level} row holds a word")
     return np.log(counts / counts.sum() + 1e-8)
 
 
@@ -72,7 +72,7 @@ def dsir_log_weights(lower, upper):
     lower, upper: collections of texts. Returns (N,) float64: a sum over the n-grams of a text, not
     divided by its length.
     """
-    difference = log_probabilities(upper) - log_probabilities(lower)
+    difference = log_probabilities(upper, "upper") - log_probabilities(lower, "lower")
     weights = []
     for text in tqdm(lower, desc="dsir: weights", unit=" rows", mininterval=1):
         weights.append(difference[ngram_buckets(text, NUM_BUCKETS)].sum())

@@ -37,7 +37,7 @@ FILLER = re.compile(
 
 
 def connect(name, url=None):
-    """A judge behind an OpenAI-compatible address, through the package `openai`: a function.
+    """A function that asks a judge at an OpenAI-compatible address, through the package `openai`.
 
     The package reads the key from OPENAI_API_KEY and, without a url, the address from
     OPENAI_BASE_URL. It waits and asks again where that helps.

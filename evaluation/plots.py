@@ -86,7 +86,7 @@ def draw_plot(title, caption, curves, xlabel, ylabel):
 
 
 def curve_of(run, key, unit):
-    """(steps or epochs counted from one, values) of a metric where it has one; 0: the base model.
+    """(places, values) of a metric; a place counts from one, and 0 is the base model.
 
     unit: "step" or "epoch".
     """

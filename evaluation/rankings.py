@@ -29,7 +29,7 @@ def sort_by(rows, column):
     """
     for row in rows:
         value = row[column]
-        if type(value) not in (int, float, type(None)):  # true and false are none
+        if type(value) not in (int, float, type(None)):  # True and False are no numbers
             raise ValueError(f"column {column} holds {value!r}, which is no number")
     sign = 1 if LOWER_IS_BETTER.fullmatch(column) else -1
     rows.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))

@@ -31,6 +31,7 @@ from evaluation.runs import (
     Run,
     check_output,
     is_rewritten,
+    names_of,
     read_ranking,
 )
 from evaluation.texts import escaped_html, formatted, html_table, one_line, plain
@@ -84,7 +85,7 @@ def known_texts(run):
     texts = {}
     hashes = {row["hash"] for row in run.rows}
     columns = getattr(run.args, "lower_columns", None)
-    for source in run.args.lower:
+    for source in names_of(run.args.lower):
         with contextlib.suppress(UserError):
             for row in read_messages(source, columns):
                 if row.hash in hashes:

@@ -29,6 +29,11 @@ RUN_FILES = (
 )
 
 
+def names_of(sources):
+    """The sources of a level in a run's arguments, as a list; an older run names one as a text."""
+    return [sources] if isinstance(sources, str) else sources or []
+
+
 # --- one reader a file kind -----------------------------------------------------------------------
 
 
@@ -149,7 +154,7 @@ class Run:
         path = self.folder / "weights.jsonl"
         if self.result is None or not path.exists():
             return None
-        places = {name: place for place, name in enumerate(self.args.lower)}
+        places = {name: place for place, name in enumerate(names_of(self.args.lower))}
         rows = read_ranking(path)
         rows.sort(key=lambda row: (places.get(row.get("source"), 0), row["row_id"]))
         return rows
@@ -193,7 +198,7 @@ def check_output(path, *inputs):
             arguments = read_json(folder / "config.json").get("args", {})
             protected += [folder / name for name in RUN_FILES]
             for level in LEVELS:
-                protected += map(Path, arguments.get(level) or [])
+                protected += map(Path, names_of(arguments.get(level)))
     for file in protected:
         if file.resolve() == path.resolve():
             raise UserError(f"{path}: would overwrite {file}; choose another file")

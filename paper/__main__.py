@@ -57,7 +57,7 @@ FLAGS = {
         "help": "file with instructions (the toy: its own puzzles)",
     },
     "tokens": {
-        "type": int,
+        "type": command.COUNT,
         "default": 256,
         "help": "new tokens an answer (256)",
     },

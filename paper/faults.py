@@ -4,7 +4,6 @@ Every kind is a function of the row, a donor row that is in no file, and a seede
 tests were developed on such kinds, so a good figure here promises little for other kinds.
 """
 
-import argparse
 import random
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ import options
 import utils
 from data import sets
 from paper.results import without_flags
+from runtime import command
 from utils import UserError
 
 FACTS = re.compile(r"\b(\d{1,18}|is|are|was|were|can|should|will|does)\b")
@@ -129,7 +129,7 @@ def write_faulty(args, words):
 
 def lower_rows(words):
     """The lower rows that the words of a training command name: [{"prompt", "response"}]."""
-    parser = argparse.ArgumentParser()
+    parser = command.Parser()
     parser.add_argument("--model", required=True)
     options.add_data_arguments(parser)
     parser.set_defaults(seed=0)

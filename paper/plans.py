@@ -233,12 +233,13 @@ def execute(args, methods, rankings=None, toy=None):
     """Run {name: command} on every seed. Returns {name: [its file of seed 0, of seed 1, ...]}.
 
     methods are trained, and their files are result.json. rankings: {name: command} of rankings that
-    are wanted alone. toy: {name: arguments of `python -m toy write`} in place of the scale's.
+    are wanted alone. toy: {name: arguments of `python -m toy write`} of every name, in place
+    of the scale's.
     """
     words = setting(args)
     wanted = {**methods, **(rankings or {})}
     needed = dict(wanted)
-    if any(command.startswith(RANK) for command in methods.values()):
+    if any(command.startswith("-m") for command in methods.values()):
         needed.setdefault(REFERENCE, METHODS[REFERENCE])
     toy = toy or dict.fromkeys(needed, shlex.join(words["toy"]))
     rows = prepare_rows(args, words, toy)

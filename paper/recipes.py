@@ -144,16 +144,21 @@ def picked(rows, positions, convert):
 def hub_rows(hub, pattern, folder, cache):
     """The rows of a hub data set's files: downloaded, or of copies below `folder`/owner/name."""
     import datasets
+    import huggingface_hub
 
-    place = str(Path(folder) / hub) if folder else hub
     try:
+        place = Path(folder) / hub
+        if not folder:  # the hub's own cache also answers without a network
+            place = huggingface_hub.snapshot_download(
+                hub, repo_type="dataset", allow_patterns=[pattern], etag_timeout=3
+            )
         return datasets.load_dataset(
-            place, data_files=pattern, split="train", cache_dir=cache
+            str(place), data_files=pattern, split="train", cache_dir=cache
         )
     except Exception as error:  # of the hub, the network or the disk
         raise UserError(
-            f"{place}/{pattern}: cannot be loaded ({first_line(error)}); check the network, "
-            f"or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER"
+            f"{Path(folder) / hub}/{pattern}: cannot be loaded ({first_line(error)}); check the "
+            f"network, or copy {pattern} into FOLDER/{hub} and name it RECIPE:FOLDER"
         ) from None
 
 

@@ -162,7 +162,7 @@ NUMBERS = [
     "ten",
 ]
 NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
-# So many questions with one answer make it a stock answer, and so many words must it have.
+# So many questions with one answer make it a stock answer, which has at least so many words.
 STOCK = 4
 SPEAKS = 0.2  # share of an answer's words, at least, that tell its language; of 20 if it has fewer
 # Frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch, and letters of

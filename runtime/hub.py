@@ -13,8 +13,9 @@ def hub_answers(info, name, what):
     """
     import huggingface_hub as hub
 
+    ask = getattr(hub.HfApi(), info)
     try:
-        getattr(hub.HfApi(), info)(name, timeout=3)
+        ask(name, timeout=3)
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
         raise UserError(
             f"{name}: no such {what} on the hub, or it is private or gated (log in with "
@@ -23,7 +24,8 @@ def hub_answers(info, name, what):
     except hub.errors.HfHubHTTPError:
         pass  # it answered, with another error: the loader asks again and says what is wrong
     except Exception:
-        # Whatever keeps the hub from being reached, what is in the local cache still loads.
+        # The library's version decides whose errors these are (requests', httpx', its own), and
+        # whatever keeps the hub from being reached, what is in the local cache still loads.
         if not hub.constants.HF_HUB_OFFLINE and os.environ.get("RANK", "0") == "0":
             print(
                 "note: the hub cannot be reached; only what is in its local cache is loaded"

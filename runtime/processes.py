@@ -93,7 +93,7 @@ def first_to_fail():
         return not _started_together() or os.environ.get("RANK", "0") == "0"
     try:
         return _store.add("errors", 1) == 1
-    except Exception:  # the store went down with torchrun: better twice than never
+    except RuntimeError:  # the store went down with torchrun: better twice than never
         return True
 
 

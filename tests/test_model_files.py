@@ -1,6 +1,7 @@
 """Model folders and names that are none, and values that no run can have: exit code 2, no trace."""
 
 import json
+import re
 
 import pytest
 from conftest import copy_tree
@@ -73,8 +74,10 @@ def test_values_that_no_run_can_have(bad, main, flag, values):
     if main is train_online.main:
         options["max_new_tokens"] = 6
     for value in values:
-        words = flag.split("_")
-        bad(f"{words[-1]}|rho|{value}", main, **options | {flag: value})
+        named = [flag.split("_")[-1], "rho"]
+        if isinstance(value, str) and len(value) > 3:
+            named.append(re.escape(value))
+        bad("|".join(named), main, **options | {flag: value})
 
 
 def test_a_rho_that_mixes_nothing(bad):

@@ -507,8 +507,8 @@ SETS = {
 def test_presets_hold_the_published_values_and_nothing_else(preset):
     model, lower, upper, limit = SETS[preset]
     sources = {
-        "lower": f".cache/recipes/{lower}.jsonl",
-        "upper": f".cache/recipes/{upper}.jsonl",
+        "lower": [f".cache/recipes/{lower}.jsonl"],
+        "upper": [f".cache/recipes/{upper}.jsonl"],
     }
     expected = (
         PUBLISHED | sources | {"model": model, "lower_limit": limit, "preset": preset}

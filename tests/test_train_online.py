@@ -291,6 +291,8 @@ def test_up_to_the_first_refresh_it_is_offline_selection(
     run = online(paths, out="online", first_refresh=6, k_gen=3, **steps, **method)
     assert [step["step"] for step in run.metrics if "answers" in step] == [6, 9]
     assert min(step for step, _ in differing(run, bds)) == 6
+    for mine, theirs in zip(run.metrics, bds.metrics, strict=True):
+        assert theirs.keys() <= mine.keys()
     for step in run.metrics[:6]:
         assert (step["masked_share"], step["lower_loss_masked"]) == (0, None)
     assert torch.equal(omega(run, 1), omega(bds, 1))

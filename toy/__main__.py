@@ -6,7 +6,7 @@ python -m toy train --out FOLDER [--seed 0]
 
 from pathlib import Path
 
-from runtime.command import Parser, run
+from runtime.command import SEED, Parser, run
 from toy import base, corpus
 
 
@@ -15,7 +15,7 @@ def parse_args(argv=None):
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="the four sets of rows as jsonl files")
     write.add_argument("--out", type=Path, required=True)
-    write.add_argument("--seed", type=int, default=0)
+    write.add_argument("--seed", type=SEED, default=0)
     write.add_argument("--noise", type=float, default=0.4, help="share of bad lower rows")
     write.add_argument(
         "--contrary",
@@ -31,7 +31,7 @@ def parse_args(argv=None):
     )
     train = commands.add_parser("train", help="tokenizer and base model from nothing")
     train.add_argument("--out", type=Path, required=True)
-    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--seed", type=SEED, default=0)
     return parser.parse_args(argv)
 
 

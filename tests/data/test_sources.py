@@ -44,6 +44,7 @@ def test_file_kinds_agree(load, tmp_path):
     splits.save_to_disk(tmp_path / "splits")
     lines = "".join(json.dumps(row) + "\n" for row in texts)
     write(tmp_path / "x.jsonl", lines)
+    write(tmp_path / "mark.jsonl", b"\xef\xbb\xbf" + lines.encode())
     write(tmp_path / "lines.json", lines)
     write(tmp_path / "x.json", json.dumps(texts, indent=1))
     write(tmp_path / "list.jsonl", b"\xef\xbb\xbf " + json.dumps(texts).encode())
@@ -52,6 +53,7 @@ def test_file_kinds_agree(load, tmp_path):
     for source in (
         "x.csv",
         "mark.csv",
+        "mark.jsonl",
         "x.parquet",
         "saved",
         "splits",

@@ -19,8 +19,13 @@ def compared(*folders):
     ("freedom", "value"),
     [
         (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (4, 2.7764),
+        (5, 2.5706),
         (6, 2.4469),
         (7, 2.3646),
+        (9, 2.2622),
         (29, 2.0452),
     ],
 )
@@ -119,13 +124,13 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
         assert next(iter(data)) in line
 
 
-# The other has none.
 @pytest.mark.parametrize(
     ("data", "args"),
     [
         ({"lower": "x"}, {"keep": "k"}),  # a part of the same rows
         ({"lower": "x"}, {"lower_limit": 40, "seed": 1}),  # what the seed draws
         ({"upper_heldout": "x"}, {"upper_heldout": None, "seed": 1}),
+        # The other has none.
         ({"lower_heldout": "x"}, {"lower_heldout": "clean.jsonl"}),
     ],
 )

@@ -117,6 +117,10 @@ def test_texts_come_from_files_whose_hash_agrees(tmp_path, capfd):
             expected = {3: prompt, 40: prompt}
         assert {rank: text for rank, text in prompts.items() if text} == expected
         assert f"{40 - len(expected)} of 40 rows have no text" in capfd.readouterr().out
+    write_rows(source, [{"prompt": "in the source", "response": "x"}])
+    old = fabricate(tmp_path / "old", lower=str(source))  # an older run names one as a text
+    write_rows(old / "weights.jsonl", rows)
+    assert column(make_page(tmp_path, old)[1], "prompt")[3] == "in the source"
 
 
 def test_the_page_stands_beside_the_runs(tmp_path, capfd):

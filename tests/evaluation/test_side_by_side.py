@@ -20,6 +20,7 @@ def test_answers_of_runs_and_their_base(files, online, folders, tmp_path, capfd,
     columns = [f"--- base {folders['llama']}", "--- run"]
     assert titles == ["=== red\ufffd[2J", *columns, "=== green", *columns]
     front.main([*words, "--out", str(out)])
+    assert out.read_text().startswith("=== red")
     assert out.read_text() in text
     assert "give --prompt TEXT or --prompts FILE" in refused(lambda: front.main(words[:2]))
 

@@ -28,3 +28,19 @@ def test_the_model_is_written_with_its_chat_template(tmp_path):
     )
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0])
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    code = (
+        "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
+        "sys.argv = ['smollm2.py', 'nowhere']; "
+        "runpy.run_path('examples/smollm2.py', run_name='__main__')"
+    )
+    command, environment = python("-c", code)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "error: the package gguf is missing; run: pip install gguf==0.19.0"
+    )

@@ -100,12 +100,13 @@ def test_the_command_writes_what_the_presets_read(
     recipes.main([f"redorca:{copies}", f"blueorca:{copies}"])
     assert "redorca: 56 rows built from Anthropic/hh-rlhf" in capfd.readouterr().out
     preset = options.PRESETS["llama3-8b-safety"]
-    assert len(read_jsonl(preset["lower"])) == 56 and len(read_jsonl(preset["upper"])) == 34
+    assert len(read_jsonl(*preset["lower"])) == 56
+    assert len(read_jsonl(*preset["upper"])) == 34
     asked = []
     monkeypatch.setattr(recipes, "build", asked.append)
     missing = f"{recipes.FOLDER}/rm-hh-rlhf.jsonl"
     recipes.build_missing(
-        [preset["lower"], "other/x.jsonl", missing, f"{recipes.FOLDER}/my.jsonl"]
+        [*preset["lower"], "other/x.jsonl", missing, f"{recipes.FOLDER}/my.jsonl"]
     )
     assert asked == ["rm-hh-rlhf"]
     assert "orca: no such recipe; there are" in refused(lambda: recipes.main(["orca"]))

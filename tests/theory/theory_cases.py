@@ -1,4 +1,4 @@
-"""What several of these tests start from: a small problem, random arrays, random classes."""
+"""What several of these tests start from: a small problem, random classes."""
 
 import torch
 from conftest import normal
