@@ -1,4 +1,4 @@
-"""From scores to ranks, ranking files, and how well a ranking finds rows that are known to be bad.
+"""From scores to ranks, ranking files and what they say of rows, the blank prompt.
 
 A ranking file has one line a row, best first: source, row_id, hash, rank (1 is the best), kept, and
 more.
@@ -11,7 +11,7 @@ from data.tokens import LABELS, empty_prompt
 from models import context_length
 from runtime.processes import rank
 from selector import mean_ranks
-from utils import UserError, each_jsonl, table, write_jsonl
+from utils import UserError, each_jsonl, write_jsonl
 
 # ruff: isort: split
 import torch
@@ -158,83 +158,6 @@ def weights_of(rows, file):
     if sum(weights) == 0:
         raise UserError(f"{file}: gives none of the {len(rows)} lower rows a weight")
     return torch.tensor(weights, dtype=torch.float64)
-
-
-# --- rankings against known labels ----------------------------------------------------------------
-
-
-def auroc(scores, bad):
-    """P(score of a good row > score of a bad row), ties one half; None without good or bad rows.
-
-    scores (n,) higher is better, bad (n,) bool. Mann-Whitney U by mean ranks.
-    """
-    scores = torch.as_tensor(scores, dtype=torch.float64)
-    bad = torch.as_tensor(bad).bool()
-    num_bad = int(bad.sum())
-    num_good = len(bad) - num_bad
-    if not num_bad or not num_good:
-        return None
-    rank_sum = mean_ranks(scores)[~bad].sum()
-    wins = rank_sum - num_good * (num_good + 1) / 2
-    return float(wins / (num_good * num_bad))
-
-
-def ranking_metrics(scores, bad, kinds):
-    """How well low scores find bad rows, in all and by kind of fault.
-
-    scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
-    bad (the bottom of the ranking), so precision equals recall over all kinds. Rows that tie at the
-    border are flagged in part, each as much: the order of the file says nothing.
-    Keys: auroc, precision, and of each kind of bad row recall/KIND, auroc/KIND (against good rows).
-    """
-    scores = torch.as_tensor(scores, dtype=torch.float64)
-    bad = torch.as_tensor(bad).bool()
-    metrics = {"auroc": auroc(scores, bad), "precision": None}
-    if not bad.any():
-        return metrics
-    num_bad = bad.sum()
-    border = scores.sort().values[num_bad - 1]
-    below = (scores < border).double()
-    tied = (scores == border).double()
-    share = (num_bad - below.sum()) / tied.sum()
-    flagged = below + tied * share  # (n,) in [0, 1]
-    metrics["precision"] = float(flagged[bad].mean())
-    for kind in sorted(set(kinds)):
-        faulty = torch.tensor([name == kind for name in kinds]) & bad
-        if not faulty.any():
-            continue
-        compared = faulty | ~bad
-        metrics[f"auroc/{kind}"] = auroc(scores[compared], bad[compared])
-        metrics[f"recall/{kind}"] = float(flagged[faulty].mean())
-    return metrics
-
-
-def label_metrics(lower, scores):
-    """Ranking metrics against known bad rows, {"weight/auroc": ...}; {} when labels are unknown."""
-    if "bad" not in lower.column_names:
-        return {}
-    bad = torch.tensor(lower["bad"][:], dtype=torch.bool)
-    kinds = ["bad"] * len(lower)
-    if "kind" in lower.column_names:
-        kinds = [kind or "bad" for kind in lower["kind"][:]]
-    metrics = {}
-    for name, values in scores.items():
-        for key, value in ranking_metrics(values, bad, kinds).items():
-            metrics[f"{name}/{key}"] = value
-    return metrics
-
-
-def print_label_table(metrics, scores):
-    """AUROC, precision and recall by kind of fault, one line a ranking."""
-    keys = {key.split("/", 1)[1] for key in metrics if key.split("/")[0] in scores}
-    keys = sorted(keys, key=lambda key: (key.count("/"), key))
-    rows = []
-    for name in scores:
-        cells = [metrics.get(f"{name}/{key}") for key in keys]
-        rows.append([name, *cells])
-    # A kind comes from the rows: it must not steer the terminal, nor fill the screen.
-    shown = [repr(key)[1:-1][:40] for key in keys]
-    print(table(["ranking by", *shown], rows))
 
 
 # --- the blank prompt -----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What both training scripts set up and finish alike; the loop is in the scripts.
 
-One function builds each of the records below; the scripts add to `Judged` alone. The method is in
-the scripts; nothing here takes a gradient.
+One function builds each of the records below, and nothing adds to them. The method is in the
+scripts; nothing here takes a gradient.
 """
 
 import contextlib
@@ -45,9 +45,6 @@ HEADLINE = (
     "lower_heldout",
     "lower_original",
     "lower_kept",
-    "weight/auroc",
-    "final/auroc",
-    "base/auroc",
     "answers_generated",
     "refined/answers",
     "refined/refined",
@@ -384,45 +381,34 @@ def selector_report(selector, out, epoch):
 # --- after the last step --------------------------------------------------------------------------
 
 
-@dataclass
-class Judged:
-    """What a run says of each of its lower rows at the end, (N,) each.
-
-    scores: {name: higher is better}, the first one ranks; columns: of weights.jsonl; implicit:
-    the implicit weight (Eq. explicit_data_logit; ours is the mean over tokens), -L, with the
-    correction A L_hat - L.
-    """
-
-    scores: dict
-    columns: dict
-    implicit: torch.Tensor
-
-
 def judge_lower(args, run):
-    """`Judged` by the losses under the final model; the scripts put omega's score in front."""
+    """What the final model says of each lower row: columns of weights.jsonl, implicit weights.
+
+    Returns ({name: (N,)}, (N,)). The implicit weight (Eq. explicit_data_logit; ours is the mean
+    over tokens) is -L, with the correction A L_hat - L.
+    """
     model = run.learner.model
     lower = run.rows.lower
     losses, lengths = row_losses(model, lower, label="final losses")
-    scores = {"final": -losses, "base": -run.base.losses, "length": lengths}
     columns = {"base_loss": run.base.losses, "final_loss": losses, "length": lengths}
     implicit = -losses
     if run.learner.theta_hat is not None:
         with models.adapter(model, "theta_hat"):
             attainable, _ = row_losses(model, lower, label="attainable losses")
         implicit = args.correction * attainable - losses
-        scores["corrected"] = implicit
         columns["attainable_loss"] = attainable
-    return Judged(scores, columns, implicit)
+    return columns, implicit
 
 
-def result_of(args, run, judged, kept):
-    """The metrics of result.json; kept (N,) bool."""
+def result_of(args, run, ranked):
+    """The metrics of result.json; ranked: the columns of `save_ranking`."""
     lower = run.rows.lower
     model = run.learner.model
     last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
     held_out = [key.removeprefix("base/") for key in run.base.metrics]
-    losses = judged.columns["final_loss"]
-    lengths = judged.columns["length"]
+    losses = ranked["final_loss"]
+    lengths = ranked["length"]
+    kept = ranked["kept"]
     result = {
         "method": args.method,
         "seed": args.seed,
@@ -448,19 +434,13 @@ def result_of(args, run, judged, kept):
     return result
 
 
-def save_ranking(run, judged, keep_fraction):
-    """weights.jsonl; the columns of every row, with its rank and `kept`."""
-    score = next(iter(judged.scores.values()))
+def save_ranking(run, scores, columns, keep_fraction):
+    """weights.jsonl by scores (N,), higher is better; its columns (N,), with rank and `kept`."""
     path = run.out / "weights.jsonl"
     lower = run.rows.lower
-    ranks, kept = ranking.write_ranking(path, lower, score, keep_fraction, judged.columns)
-    if "bad" in lower.column_names:
-        bad = torch.tensor(lower["bad"][:])
-        print(
-            f"{int((kept & bad).sum())} of the {int(kept.sum())} kept rows are labelled bad"
-        )
-    print_sources(lower["source"][:], kept, judged.columns["weight"])
-    return {"rank": ranks, "kept": kept, **judged.columns}
+    ranks, kept = ranking.write_ranking(path, lower, scores, keep_fraction, columns)
+    print_sources(lower["source"][:], kept, columns["weight"])
+    return {"rank": ranks, "kept": kept, **columns}
 
 
 def print_sources(sources, kept, weights):
@@ -474,17 +454,14 @@ def print_sources(sources, kept, weights):
         print(table(["source", "rows", "kept", "mean weight"], lines))
 
 
-def save_and_print(args, run, result, labels, scores):
-    """The adapter, the tables, result.json and the RESULT line. Returns all of the result."""
-    figures = result | labels
+def save_and_print(args, run, result):
+    """The adapter, the table, result.json and the RESULT line. Returns the result."""
     if processes.rank() > 0:
-        return figures
-    models.save_adapter(run.learner.model, run.out / "adapter", adapter_card(args, figures))
-    if labels:
-        ranking.print_label_table(labels, scores)
+        return result
+    models.save_adapter(run.learner.model, run.out / "adapter", adapter_card(args, result))
     print(table(["metric", "value"], list(result.items())))
     file = run.out / "result.json"
-    text = json.dumps(figures, indent=2) + "\n"
+    text = json.dumps(result, indent=2) + "\n"
     if file.exists() and file.read_text() != text:  # ended before, with other kept rows
         (run.out / "losses.json").unlink(missing_ok=True)
     write_atomic(file, text)
@@ -493,8 +470,8 @@ def save_and_print(args, run, result, labels, scores):
         f"the kept rows as a file for a trainer: python eval.py export {quoted}\n"
         f"one page to look at: python eval.py report {quoted}"
     )
-    print("RESULT " + json.dumps(headline(figures)), flush=True)
-    return figures
+    print("RESULT " + json.dumps(headline(result)), flush=True)
+    return result
 
 
 def headline(result):

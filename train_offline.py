@@ -212,15 +212,13 @@ def train(args, run):
 
 def finish(args, run):
     """Every lower row ranked, the adapter, one table. Returns the result."""
-    judged = session.judge_lower(args, run)
+    columns, scores = session.judge_lower(args, run)
     if args.method == "bds":
-        # The first one ranks.
-        judged.scores = {"weight": run.selector.logits.cpu(), **judged.scores}
-    judged.columns = {"weight": ranking.counted_weights(run.selector), **judged.columns}
-    ranked = session.save_ranking(run, judged, args.keep_fraction)
-    result = session.result_of(args, run, judged, ranked["kept"])
-    labels = ranking.label_metrics(run.rows.lower, judged.scores)
-    return session.save_and_print(args, run, result, labels, judged.scores)
+        scores = run.selector.logits.cpu()
+    columns = {"weight": ranking.counted_weights(run.selector), **columns}
+    ranked = session.save_ranking(run, scores, columns, args.keep_fraction)
+    result = session.result_of(args, run, ranked)
+    return session.save_and_print(args, run, result)
 
 
 def main(argv=None):

@@ -568,21 +568,16 @@ def restore(saved, masking, num_rows):
 def finish(args, run, masking, mask, num_written):
     """Every lower row ranked, the last R answered once more, the adapter. Returns the result."""
     lower = run.rows.lower
-    judged = session.judge_lower(args, run)
+    columns, implicit = session.judge_lower(args, run)
     omega = run.selector.logits.cpu()
-    originals = ranking.original_scores(omega, mask, judged.implicit, masking.is_ranked)
-    judged.scores = {"weight": originals, **judged.scores}  # the first one ranks
+    scores = ranking.original_scores(omega, mask, implicit, masking.is_ranked)
     weights = ranking.counted_weights(run.selector, mask)
-    judged.columns = {"weight": weights, **judged.columns, "masked": mask}
+    columns = {"weight": weights, **columns, "masked": mask}
     keep_fraction = args.keep_fraction
     if masking.given is not None:  # what a file has put away does not come back as kept
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
-    ranked = session.save_ranking(run, judged, keep_fraction)
-    result = session.result_of(args, run, judged, ranked["kept"])
-    # Labels describe the originals, but omega has judged the new answers of masked rows.
-    unmasked = (~mask).nonzero().flatten()
-    scores = {name: values[unmasked] for name, values in judged.scores.items()}
-    labels = ranking.label_metrics(lower.select(unmasked.tolist()), scores)
+    ranked = session.save_ranking(run, scores, columns, keep_fraction)
+    result = session.result_of(args, run, ranked)
     if masking.given is not None:
         to_answer = masking.given
     else:  # the last ones of the finished ranking, whether masked or not
@@ -592,7 +587,7 @@ def finish(args, run, masking, mask, num_written):
     sampling = sampling_options(args, run)
     result["answers_generated"] = num_written  # in training; the last ones are not counted
     result |= curate.curated_set(run, places, columns, sampling, args.template)
-    return session.save_and_print(args, run, result, labels, scores)
+    return session.save_and_print(args, run, result)
 
 
 def main(argv=None):

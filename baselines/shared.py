@@ -15,7 +15,10 @@ import models
 import options
 import ranking
 from data import sets
+from data.layouts import LABELS
+from evaluation.labels import label_metrics
 from evaluation.runs import check_output
+from evaluation.texts import show_table
 from runtime import command, processes
 from utils import UserError
 
@@ -137,14 +140,14 @@ def write_ranked(args, name, lower, ranked):
         ranked.keep_fraction,
         ranked.columns,
     )
-    scores = {name: ranked.order}
-    labels = ranking.label_metrics(lower, scores)
-    if labels:
-        ranking.print_label_table(labels, scores)
+    known = {label: lower[label][:] for label in LABELS if label in lower.column_names}
+    metrics = label_metrics(known, {name: ranked.order})
+    if metrics:
+        show_table(["rows labelled bad", name], list(metrics.items()))
     result = {
         "method": name,
         "seed": args.seed,
         "rows": len(lower),
         "kept": int(kept.sum()),
     }
-    print("RESULT " + json.dumps({**result, "out": str(args.out), **labels}), flush=True)
+    print("RESULT " + json.dumps({**result, "out": str(args.out), **metrics}), flush=True)

@@ -149,6 +149,12 @@ def source_stamp(files_or_sets):
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def read_source(files, source):
+    """Yield (place, row) for each row of a source, of all parts that `find_parts` gives."""
+    for part in files:
+        yield from read_part(part, source)
+
+
 def read_part(part, source):
     """Yield (place, row) for each row of a part; the place, such as "line 3", is for messages.
 

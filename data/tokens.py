@@ -29,7 +29,6 @@ import json
 import random
 import re
 import unicodedata
-from dataclasses import dataclass
 from operator import itemgetter
 from os.path import commonprefix, realpath
 from pathlib import Path
@@ -37,7 +36,7 @@ from types import SimpleNamespace
 
 from data import layouts
 from data.layouts import LABELS
-from data.sources import find_parts, read_part, source_stamp
+from data.sources import find_parts, read_source, source_stamp
 from data.templates import (
     Encoder,
     around_answer,
@@ -156,7 +155,7 @@ def _load_source(source, tokenizer, settings, cache_dir):
 
     def tokenised():
         reader = Reader(tokenizer, settings, source)
-        yield from reader.read(_each_row(files, source))
+        yield from reader.read(read_source(files, source))
         if source_stamp(files) != stamp:
             raise UserError(f"{source}: has changed while it was read; start again")
         # The rows appear in the cache after this generator has ended: no rows without a report.
@@ -182,11 +181,6 @@ def _load_source(source, tokenizer, settings, cache_dir):
     return rows, json.loads(report_file.read_text())
 
 
-def _each_row(files, source):
-    """(place, row) of all parts of a source."""
-    return itertools.chain.from_iterable(read_part(part, source) for part in files)
-
-
 def _joined_reports(reports):
     """The report of several sources: counts are added, lists are joined."""
     joined = {name: sum(report[name] for report in reports) for name in COUNTS}
@@ -197,38 +191,6 @@ def _joined_reports(reports):
     if "bad" not in joined["extras"]:
         joined["unlabelled"] = 0
     return joined
-
-
-@dataclass
-class SourceRow:
-    """A row as its source has it: its key there, its content, all its columns."""
-
-    row_id: int
-    hash: str
-    messages: list
-    given: dict
-
-
-def read_messages(source, columns=None, side="chosen"):
-    """Yield a `SourceRow` for every row of one source that has messages to train on.
-
-    No tokenizer is needed: `row_id` and `hash` are those that `load_rows` gives, and rows that it
-    sets aside for their length or by their template are here, too. columns, side: as it takes them.
-    Raises `UserError` behind the last row when none could be used.
-    """
-    columns = layouts.parse_columns(columns)
-    notes = layouts.Notes()
-    reason = "it holds none"
-    for row_id, (_, given) in enumerate(_each_row(find_parts(source), source)):
-        try:
-            _, messages = layouts.read_row(given, columns, side, notes)
-        except layouts.Unusable as error:
-            reason = error
-            continue
-        yield SourceRow(row_id, layouts.row_hash(messages), messages, given)
-    if not notes.layouts:
-        hint = layouts.known_layouts(notes)
-        raise UserError(f"{source}: no row can be used ({reason}); {hint}")
 
 
 def _tokenizer_state(tokenizer):

@@ -13,6 +13,7 @@ import math
 import re
 import statistics
 
+from evaluation.labels import is_label_metric, run_label_metrics
 from evaluation.runs import Run, check_output, read_result
 from evaluation.texts import show_table
 from utils import UserError, write_atomic
@@ -28,10 +29,6 @@ COLUMNS = (
     *SEQUENCE,
     "upper_exact",
     "upper_accuracy",
-    "weight/auroc",
-    "final/auroc",
-    "base/auroc",
-    "length/auroc",
 )
 PER_TOKEN = tuple(f"{name}_per_token" for name in SEQUENCE)
 # Arguments that make no other experiment: runs that differ in nothing else are seeds of one.
@@ -134,8 +131,8 @@ def mean_and_interval(values):
 
 
 def final_metrics(run):
-    """The result of a run with what `eval.py losses` measured: {name: figure}."""
-    return read_result(run.folder) | run.extra
+    """{name: figure}: a run's result, what `eval.py losses` measured, `run_label_metrics`."""
+    return read_result(run.folder) | run.extra | run_label_metrics(run)
 
 
 def experiment_of(run):
@@ -171,9 +168,13 @@ def comparison_rows(runs):
         names.append(name)
         row = {"name": name, "n": len(members)}
         finals = [final_metrics(run) for run in members]
-        for key in (*COLUMNS, *PER_TOKEN):
-            if key.endswith("auroc") and getattr(members[0].args, "keep", None):
-                continue  # of kept rows alone, which compares with no other run
+        keys = [*COLUMNS, *PER_TOKEN]
+        # The label metrics of kept rows alone compare with no other run.
+        if getattr(members[0].args, "keep", None) is None:
+            keys += sorted(
+                {key for final in finals for key in final if is_label_metric(key)}
+            )
+        for key in keys:
             values = [final[key] for final in finals if final.get(key) is not None]
             if values:
                 row[key] = mean_and_interval(values)
@@ -218,13 +219,21 @@ def run_compare(args):
     rows = comparison_rows([Run(folder) for folder in args.runs])
     if args.json:
         write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
-    print(
-        "nats a token, sequence mean; ± is the standard deviation over seeds; the AUROCs of an\n"
-        "online run are over its unmasked rows, those of a run on kept rows are left out"
-    )
+    print("nats a token, sequence mean; ± is the standard deviation over seeds")
     show_table(*comparison_cells(rows))
     if len(rows) < len(args.runs):
         print("\n95 % interval of the mean (Student's t over seeds)")
         show_table(*comparison_cells(rows, SEQUENCE, interval=True))
     print("\nnats a token, token mean")
     show_table(*comparison_cells(rows, PER_TOKEN))
+    keys = sorted({key for row in rows for key in row if is_label_metric(key)})
+    if keys:
+        print(
+            "\nhow well rankings find rows that are labelled bad; an online run's masked rows and "
+            "runs\non kept rows are left out"
+        )
+        lines = []
+        for key in keys:
+            texts = [spread_text(row.get(key), row["n"], interval=False) for row in rows]
+            lines.append([key, *texts])
+        show_table(["figure", *(row["name"] for row in rows)], lines)

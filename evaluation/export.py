@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from data.layouts import conversation, transcript
-from data.tokens import read_messages
+from data.messages import read_messages
 from evaluation.runs import (
     check_output,
     is_rewritten,

@@ -7,9 +7,9 @@ import torch
 
 import detect
 import utils
+from evaluation.labels import auroc
 from evaluation.runs import Run, check_output, read_ranking
 from evaluation.texts import show_table
-from ranking import auroc
 from runtime.command import reading
 from utils import UserError
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import utils
 from data.layouts import transcript
-from data.tokens import read_messages
+from data.messages import read_messages
 from evaluation import plots
 from evaluation.comparison import (
     check_same_data,
@@ -27,6 +27,7 @@ from evaluation.comparison import (
     comparison_rows,
     final_metrics,
 )
+from evaluation.labels import COLUMN_OF, auroc
 from evaluation.runs import (
     Run,
     check_output,
@@ -35,7 +36,6 @@ from evaluation.runs import (
     read_ranking,
 )
 from evaluation.texts import escaped_html, formatted, html_table, one_line, plain
-from ranking import auroc
 from row_tests.look import REASONS
 from utils import UserError
 
@@ -49,7 +49,6 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     f"script-src 'sha256-{SCRIPT_HASH}'"
 )
-COLUMN_OF = {"final": "final_loss", "base": "base_loss"}  # of an AUROC's name
 FACTS = ("rank", "source", "row_id", "weight", "margin")
 
 

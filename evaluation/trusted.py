@@ -20,7 +20,7 @@ import batches
 import models
 from baselines.dsir import ngram_buckets
 from data.layouts import transcript
-from data.tokens import read_messages
+from data.messages import read_messages
 from evaluation.losses import tokenised
 from evaluation.texts import show_table
 from runtime import folder, processes

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import utils
+from evaluation.labels import ranking_metrics
 from paper.faults import write_faulty
 from paper.plans import (
     METHODS,
@@ -25,7 +26,6 @@ from paper.plans import (
 from paper.results import UPPER, show, without_flags
 from paper.running import slug
 from paper.statistics import results_of
-from ranking import ranking_metrics
 from toy import corpus
 from utils import UserError
 

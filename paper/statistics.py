@@ -4,10 +4,9 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-import re
-
-from evaluation.comparison import mean_and_interval
-from evaluation.runs import read_result
+from evaluation.comparison import final_metrics, mean_and_interval
+from evaluation.labels import is_label_metric
+from evaluation.runs import Run
 
 # --- cells ----------------------------------------------------------------------------------------
 
@@ -82,13 +81,8 @@ def results_of(files_of):
     """{method: [result.json, ...]} -> results."""
     results = {}
     for method, files in files_of.items():
-        results[method] = [read_result(file.parent) for file in files]
+        results[method] = [final_metrics(Run(file.parent)) for file in files]
     return results
-
-
-def is_ranking_metric(key):
-    """Whether a key of result.json is about the order of the rows."""
-    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
 
 
 def with_base(results):
@@ -97,6 +91,6 @@ def with_base(results):
     base = [{} for _ in first]
     for figures, run in zip(base, first, strict=True):
         for key, value in run.items():
-            if key.startswith("base/") and not is_ranking_metric(key):
+            if key.startswith("base/") and not is_label_metric(key):
                 figures[key.removeprefix("base/")] = value
     return {"base model": base, **results}

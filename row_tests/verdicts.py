@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import detect
 from data.sets import each_row
-from ranking import auroc, blank_prompt
+from evaluation.labels import auroc
+from ranking import blank_prompt
 from row_tests.forwards import make_faults, read_numbers
 from row_tests.texts import text_reasons
 from runtime.log import Progress

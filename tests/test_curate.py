@@ -29,6 +29,8 @@ import batches
 import curate
 import models
 from data.tokens import empty_prompt
+from evaluation.comparison import final_metrics
+from evaluation.runs import Run
 from utils import UserError, content_hash
 
 COLUMNS = [
@@ -316,7 +318,8 @@ def check_result(run):
     judged = [entry for entry in run.weights if not entry["masked"]]
     bad = [entry["weight"] for entry in judged if entry["bad"]]
     pairs = [e["weight"] > weight for e in judged for weight in bad if not e["bad"]]
-    assert run.result["weight/auroc"] == pytest.approx(sum(pairs) / len(pairs))
+    figures = final_metrics(Run(run.out))
+    assert figures["weight/auroc"] == pytest.approx(sum(pairs) / len(pairs))
 
 
 @pytest.mark.parametrize("correction", [0, 0.6])

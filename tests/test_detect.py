@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import detect
-from ranking import auroc
+from evaluation.labels import auroc
 
 
 def normal(count, seed):

@@ -24,12 +24,12 @@ AROUND = {
 }
 # Code tokens of a room at most. A room that grows says what went for it.
 TOKENS = {
-    "root": 26_200,
+    "root": 25_400,
     "data": 10_550,
     "runtime": 4_350,
     "row_tests": 5_700,
-    "baselines": 4_000,
-    "evaluation": 12_000,
+    "baselines": 4_050,
+    "evaluation": 12_900,
     "paper": 9_950,
     "benchmarks": 8_050,
     "theory": 8_350,
@@ -38,7 +38,7 @@ TOKENS = {
     "tests": 125_000,
 }
 SOURCE = 93_000
-CLOSURE = 37_750  # of both training scripts
+CLOSURE = 37_000  # of both training scripts
 DENSITY = 9.0  # tokens a line of code, of a room; of a file one more
 DENSITY_OF_ARRAYS = 10.0  # of theory/, tests/ and the copyable files; of a file two more
 LONGEST_FUNCTION = 80  # lines of code

@@ -10,6 +10,8 @@ from conftest import ROOT, read_rows
 
 import train_offline
 import train_online
+from evaluation.comparison import final_metrics
+from evaluation.runs import Run
 from paper.reproduce import right_answers
 from row_tests import __main__ as row_tests_command
 
@@ -78,7 +80,7 @@ def measured(key, out):
     ]
     if which == "first":
         return logged[0]
-    return logged[-1] if logged else result_of(out)[name]
+    return logged[-1] if logged else final_metrics(Run(out))[name]
 
 
 def measured_of_tests(key, rows):
@@ -140,7 +142,7 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
                 step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl")
             )
         logged |= {key for row in read_rows(out / "metrics.jsonl") for key in row}
-        logged |= set(result_of(out)) | set(read_rows(out / "weights.jsonl")[0])
+        logged |= set(final_metrics(Run(out))) | set(read_rows(out / "weights.jsonl")[0])
         if (out / "curated.jsonl").exists():
             logged |= set(read_rows(out / "curated.jsonl")[0])
     assert not wrong

@@ -1,4 +1,4 @@
-"""Losses against plain forwards and real generation, rankings against counting pairs."""
+"""Losses against plain forwards and real generation, ranking files."""
 
 import datasets
 import pytest
@@ -11,123 +11,9 @@ import models
 import ranking
 from batches import mean_losses, row_losses
 from data.tokens import load_rows
-from ranking import (
-    auroc,
-    kept_by,
-    label_metrics,
-    print_label_table,
-    ranking_metrics,
-)
+from ranking import kept_by
 from selector import Selector
 from utils import UserError, table
-
-# --- rankings against labels ----------------------------------------------------------------------
-
-
-def count_pairs(scores, bad):
-    """P(good above bad) over all pairs of a good and a bad row, ties one half."""
-    wins, pairs = 0.0, 0
-    for good_score, good_is_bad in zip(scores, bad, strict=True):
-        for bad_score, is_bad in zip(scores, bad, strict=True):
-            if is_bad and not good_is_bad:
-                pairs += 1
-                wins += (good_score > bad_score) + 0.5 * (good_score == bad_score)
-    return wins / pairs
-
-
-@pytest.mark.parametrize("levels", [2, 5, 1000])
-def test_eq_auroc_is_the_share_of_ordered_pairs(levels):
-    """Mann-Whitney by mean ranks against counting, few and many ties."""
-    for seed in range(15):
-        draw = torch.Generator().manual_seed(seed)
-        scores = torch.randint(0, levels, (23,), generator=draw)
-        bad = torch.rand(23, generator=draw) < 0.4
-        expected = count_pairs(scores.tolist(), bad.tolist())
-        assert auroc(scores, bad) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    "scores, bad, expected",
-    [
-        ([3.0, 2.0, 1.0], [False, False, True], 1.0),
-        ([1.0, 2.0], [True, True], None),
-        ([1.0, 2.0], [False, False], None),
-        ([], [], None),
-    ],
-)
-def test_auroc_corners(scores, bad, expected):
-    assert auroc(scores, bad) == expected
-
-
-def test_eq_ranking_metrics_by_hand():
-    #          good  cut  other  good  cut   good
-    scores = [0.9, 0.1, 0.5, 0.3, 0.2, 0.8]
-    bad = [False, True, True, False, True, False]
-    # Of a good row it says nothing.
-    kinds = [
-        "cut",
-        "cut",
-        "other",
-        "clean",
-        "cut",
-        "clean",
-    ]
-    assert ranking_metrics(scores, bad, kinds) == {
-        "auroc": pytest.approx(8 / 9),  # all pairs but (0.3 good, 0.5 other)
-        "precision": pytest.approx(2 / 3),  # the lowest three are cut, cut, good
-        "auroc/cut": 1.0,
-        "recall/cut": 1.0,
-        "auroc/other": pytest.approx(2 / 3),
-        "recall/other": 0.0,
-    }
-
-
-def test_ranking_metrics_without_bad_rows_or_without_good_ones():
-    metrics = ranking_metrics([1.0, 2.0], [False, False], ["", ""])
-    assert metrics == {"auroc": None, "precision": None}
-    metrics = ranking_metrics([1.0, 2.0], [True, True], ["x", "x"])
-    assert metrics == {
-        "auroc": None,
-        "precision": 1.0,
-        "auroc/x": None,
-        "recall/x": 1.0,
-    }
-
-
-def test_precision_and_recall_do_not_depend_on_the_files_order():
-    """Ties at the border: the mean over all orders of the file, which rounding alone moves."""
-    scores = [0.0, 1, 1, 1, 1, 2, 2]
-    bad = [True, True, False, True, False, False, True]
-    kinds = ["a", "a", "", "b", "", "", "b"]
-    expected = ranking_metrics(scores, bad, kinds)
-    # Four are flagged: the one below, and three of the four that tie, two of which are bad.
-    assert expected["precision"] == pytest.approx((1 + 2 * 3 / 4) / 4)
-    assert expected["recall/a"] == pytest.approx((1 + 3 / 4) / 2)
-    assert expected["recall/b"] == pytest.approx((3 / 4 + 0) / 2)
-    for shift in range(1, 7):
-        turned = [values[shift:] + values[:shift] for values in (scores, bad, kinds)]
-        assert ranking_metrics(*turned) == pytest.approx(expected)
-
-
-def test_a_bad_row_without_a_kind_is_called_bad():
-    """As where no row has one; tokenised rows have "" there."""
-    rows = datasets.Dataset.from_dict({"bad": [False, True, True], "kind": ["", "", "cut"]})
-    metrics = label_metrics(rows, {"weight": torch.tensor([0.3, 0.2, 0.1])})
-    assert {key for key in metrics if key.count("/") > 1} == {
-        "weight/auroc/bad",
-        "weight/auroc/cut",
-        "weight/recall/bad",
-        "weight/recall/cut",
-    }
-
-
-def test_a_kind_cannot_steer_the_terminal_or_fill_it(capsys):
-    metrics = {"weight/auroc/\x1b[2J" + "x" * 50_000: 0.5}
-    print_label_table(metrics, {"weight": None})
-    text = capsys.readouterr().out
-    assert "\x1b" not in text
-    assert len(text) < 1000
-
 
 # --- ranking files --------------------------------------------------------------------------------
 

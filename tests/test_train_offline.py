@@ -31,7 +31,6 @@ import session
 import train_offline
 import train_online
 from data.tokens import load_rows
-from ranking import auroc
 from utils import UserError, content_hash
 
 ADAPTER = "adapter/adapter_model.safetensors"
@@ -341,26 +340,6 @@ def test_warm_up_and_targets(train, files):
     for name in whole:
         if "lora_B" in name:  # begins at zero
             torch.testing.assert_close(slow[name] * 3, whole[name])
-
-
-def test_labels_enter_the_ranking_and_the_result(train, tmp_path, files):
-    """AUROC of each ranking, of the values in the file that the run wrote."""
-    paths, source = files(upper=6), make_rows(14, seed=13)
-    for number, row in enumerate(source):
-        row |= {"bad": number % 3 == 0, "kind": ("cut", "other")[number % 2]}
-    paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    run = train(paths, batch=14, epochs=1, omega_lr=5)
-    columns = {
-        "weight": ("weight", 1),
-        "base": ("base_loss", -1),
-        "final": ("final_loss", -1),
-    }
-    for name, (column, sign) in columns.items():
-        for key in ("cut", "other"):
-            rows = [e for e in run.weights if not e["bad"] or e["kind"] == key]
-            scores = torch.tensor([sign * e[column] for e in rows])
-            share = auroc(scores, [e["bad"] for e in rows])
-            assert run.result[f"{name}/auroc/{key}"] == pytest.approx(share)
 
 
 # --- what a run leaves ----------------------------------------------------------------------------

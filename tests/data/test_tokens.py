@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import CHATML, ROOT, make_rows, make_tokenizer, python, reasons, write_rows
 
-from data import layouts, sources, tokens
+from data import layouts, messages, sources, tokens
 from utils import UserError, content_hash, write_atomic
 
 
@@ -286,13 +286,13 @@ def test_messages_are_read_again_by_key_and_hash(load, tmp_path):
     source[4]["prompt"] = "long " * 99
     rows, report = load(source, max_length=99)
     assert reasons(report) == {"an empty answer": [1], "the prompt is too long": [4]}
-    again = {row.row_id: row for row in tokens.read_messages(tmp_path / "source.jsonl")}
+    again = {row.row_id: row for row in messages.read_messages(tmp_path / "source.jsonl")}
     assert list(again) == [0, 2, 3, 4, 5]
     for row in rows:
         assert again[row["row_id"]].hash == row["hash"]
         assert again[row["row_id"]].messages == layouts.conversation(row)
     assert again[3].given == source[3]
-    renamed = tokens.read_messages(
+    renamed = messages.read_messages(
         tmp_path / "source.jsonl", "prompt=response,response=prompt"
     )
     assert next(renamed).messages[0]["content"] == source[0]["response"]
@@ -301,7 +301,7 @@ def test_messages_are_read_again_by_key_and_hash(load, tmp_path):
 def test_the_rejected_side_is_read_again(load, tmp_path):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     hashes = load([pair], side="rejected")[0]["hash"][:]
-    (row,) = tokens.read_messages(tmp_path / "source.jsonl", side="rejected")
+    (row,) = messages.read_messages(tmp_path / "source.jsonl", side="rejected")
     assert [row.hash] == hashes
     assert row.messages[1]["content"] == "c"
 
@@ -311,6 +311,6 @@ def test_a_file_of_an_unknown_layout_is_not_read_as_an_empty_one(tmp_path):
     with pytest.raises(
         UserError, match=r"source.jsonl: no row can be used \(unknown layout\); "
     ):
-        list(tokens.read_messages(path))
-    (row,) = tokens.read_messages(path, "prompt=q,response=a")
+        list(messages.read_messages(path))
+    (row,) = messages.read_messages(path, "prompt=q,response=a")
     assert row.messages[1]["content"] == "b"

@@ -80,6 +80,7 @@ def finish(folder, omega, args, loss):
                 "kept": rank <= 0.8 * len(omega),
                 "weight": 1.0,
                 "final_loss": row / 10,
+                "base_loss": 1 / rank,
                 "length": row % 7 + 1,
                 "bad": rank % 3 == 0,
             }
@@ -93,8 +94,6 @@ def finish(folder, omega, args, loss):
         "upper_heldout_per_token": loss + 0.01,
         "base/upper_heldout": 0.75,
         "lower_original": 1.0,
-        "weight/auroc": 0.9,
-        "base/auroc": 0.7,
     }
     (folder / "result.json").write_text(json.dumps(result))
 

@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 from fabricated import change_json, fabricate
 
 import eval as front
-from evaluation.comparison import comparison_rows, student_t
+from evaluation.comparison import comparison_rows, final_metrics, student_t
 from evaluation.runs import Run
 
 
@@ -66,7 +67,8 @@ def test_eq_seeds_by_hand(tmp_path, capfd):
 
 def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
     runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed) for seed in range(3)]
-    change_json(runs[2] / "result.json", **{"weight/auroc": None})
+    for run in runs[:2]:
+        change_json(run / "result.json", upper_exact=0.9)
     front.main(["compare", *map(str, runs)])
     line = next(
         line for line in capfd.readouterr().out.splitlines() if line.startswith("bds")
@@ -143,9 +145,13 @@ def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
     assert sum(row["n"] for row in compared(first, other)) == 2
 
 
-def test_which_auroc_is_compared(tmp_path):
+def test_which_auroc_is_compared(tmp_path, capfd):
     """A run on kept rows has one of its own."""
     runs = fabricate(tmp_path / "run"), fabricate(tmp_path / "kept", keep="k")
     first, second = compared(*runs)
-    assert first["weight/auroc"]["mean"] == 0.9
-    assert "weight/auroc" not in second
+    expected = final_metrics(Run(runs[1]))["weight/auroc"]
+    assert first["weight/auroc"]["mean"] == expected
+    assert not [key for key in second if "auroc" in key]
+    front.main(["compare", *map(str, runs)])
+    text = capfd.readouterr().out
+    assert re.search(rf"^weight/auroc +{expected:.4f} +-$", text, re.MULTILINE)

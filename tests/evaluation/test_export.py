@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
 import eval as front
-from data import layouts, sets, tokens
+from data import layouts, messages, sets, tokens
 from evaluation.export import FORMATS, copies_of
 
 TURNS = ("messages", "prompt-completion")  # formats that keep them
@@ -81,7 +81,7 @@ def ranking_of(tmp_path, sources, **columns):
     """ranking.jsonl of the rows of some files, in their order; columns: {name: a value a row}."""
     lines = []
     for source in sources:
-        for row in tokens.read_messages(source):
+        for row in messages.read_messages(source):
             key = {"source": str(source), "row_id": row.row_id, "hash": row.hash}
             lines.append(key | {"rank": len(lines) + 1, "kept": True})
     for name, values in columns.items():

@@ -6,9 +6,9 @@ from fabricated import fabricate
 from safetensors.torch import save_file
 
 import eval as front
+from evaluation.labels import auroc
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
-from ranking import auroc
 
 
 def keep(source, fraction, *flags):

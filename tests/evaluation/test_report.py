@@ -90,7 +90,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
         entry["kind"] = f"<i>\x1b{long}"
     write_rows(folder / "weights.jsonl", entries)
     add_texts(folder, long, entries)
-    change_json(folder / "result.json", **{f"weight/recall/{long}": 0.5})
+    change_json(folder / "result.json", **{long: 0.5})
     text, page, words = make_page(tmp_path, folder)
     assert "alert(1)" in words  # as text
     assert f"{len(long) - report.TEXT:,} more characters" in words
@@ -149,19 +149,32 @@ def test_a_long_table_holds_flagged_rows_and_both_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("figures", "words"),
+    ("label", "words"),
     [
-        ({}, "(AUROC against the known labels: weight 0.900, base 0.700)"),
-        ({"base/auroc": 0.95}, "run --keep-fraction 0.8 --by base_loss"),
-        ({"weight/auroc": None, "base/auroc": None}, "No label says which ranking"),
+        ("base_loss", "run --keep-fraction 0.8 --by base_loss"),
+        ("weight", "The best ranking of run is weight"),
+        (None, "No label says which ranking"),
     ],
 )
-def test_the_best_ranking_and_its_command_stand_in_the_head(tmp_path, figures, words):
+def test_the_best_ranking_and_its_command_stand_in_the_head(tmp_path, label, words):
+    """One ranking knows all bad rows, the losses of the others have them first."""
     run = fabricate(tmp_path / "run")
-    change_json(run / "result.json", **figures)
+    rows = read_rows(run / "weights.jsonl")
+    for row in rows:
+        if label is None:
+            del row["bad"]
+            continue
+        if label == "weight":
+            row["bad"] = row["rank"] > 30
+        row["final_loss"] = row["base_loss"] = -float(row["bad"])
+        if label == "base_loss":
+            row[label] *= -1
+    write_rows(run / "weights.jsonl", rows)
     head = make_page(tmp_path, run)[2].split("Held-out")[0]
     assert "Data curation report: run" in head
     assert words in head
+    if label:
+        assert f"{label.removesuffix('_loss')} 1.000" in head
 
 
 # --- row tests ------------------------------------------------------------------------------------

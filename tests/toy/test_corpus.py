@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ranking import auroc
+from evaluation.labels import auroc
 from toy import __main__ as command
 from toy import corpus
 from toy.base import TEMPLATE, base_rows, encode, train_base
