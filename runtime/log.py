@@ -33,6 +33,7 @@ class Progress(tqdm):
                 "delay": LOG_SECONDS,
                 "bar_format": LOG_LINE,
                 "position": 0,
+                "leave": False,  # or the last line comes twice
             }
         hidden = label is None or rank() > 0
         super().__init__(rows, desc=label, disable=hidden, **options)

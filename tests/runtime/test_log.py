@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_refused(tmp_path, value):
 def test_without_a_terminal_progress_is_lines(capsys, monkeypatch, seconds, shares):
     """The first after LOG_SECONDS; none of a bar without a label."""
     monkeypatch.setattr(log, "LOG_SECONDS", seconds)
-    for _ in Progress(range(2), "reading", leave=False):
+    for _ in Progress(range(2), "reading"):
         list(Progress(range(3), None))
     lines = capsys.readouterr().err.replace("\r", "").splitlines()
     assert [line.split(" %")[0] for line in lines] == [f"reading: {n}" for n in shares]
