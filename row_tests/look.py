@@ -25,6 +25,7 @@ REASONS = {
     "debris": "with markup or broken encoding",
     "stock": "with one answer to many questions",
     "language": "in another language",
+    "refusal": "refusing to answer",
     "unclear": "for no clear reason",
 }
 CODE = re.compile(

@@ -7,6 +7,7 @@
     conflict      one question has two short answers that differ
     stock         one answer, word by word, to many questions that have little in common
     language      the answer's language is not the question's, and the question names none
+    refusal       the answer declines (`refusals`), and trusted rows seldom do (verdicts.py)
 
 Regular expressions guess. Each was read against good rows of many kinds, and a row is left alone
 where its question may ask for what looks wrong. What they miss, the tests of detect.py may see: of
@@ -14,7 +15,8 @@ garbled text and of answers that are wrong they know nothing, and their phrases 
 language is known by its letters or its commonest words (`SPEECH`). Danish and Turkish are not
 known, languages that share another script, such as Russian and Ukrainian, are not told apart, and a
 question of a word or two has no language. One refusal of many questions is a stock answer even
-where it is wanted.
+where it is wanted. Other refusals are judged by trusted rows, not by `text_reasons`: some data
+should refuse, and does not say so.
 
 Strings in, a list out; this file imports nothing of the project and can be copied. A row is its
 question and its answer, without template or end tokens; what a conversation said before belongs to
@@ -146,6 +148,39 @@ MARKED = re.compile(
     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
     r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
     r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;"
+)
+# An answer that declines. None asks for what its question lacks, or tells what a program is not.
+DECLINED = re.compile(
+    r"(?is)(?!.{0,200}\b((please|you|not) (provide|give|share|specify|include)d?\b|browse|"
+    r"real[- ]time|up-to-date|however, I can|(have|hold|of|access)( \w+){0,2}? (current|"
+    r"personal|physical|feelings?|emotions?|experiences?|opinions?)\b))("
+    # "I am not able to help", "that is beyond my skills"
+    "[^\"\u201c:\n]{0,99}?\\b(I(['\u2019]\\w+)?( (?!was|did|could|had)\\w+){0,2}? "
+    r"(can(no|['\u2019])?t|(wo|would|do)n['\u2019]?t|not|unable|have no|lack)( \w+){0,3}? "
+    r"(help|assist|answer\w*|provid\w+|repl(y|ies|ying)|respon\w+|comply|complet\w+|"
+    r"fulfil\w*|perform\w*|do (so|that|this|it)|abilit\w+|capab\w+|able|allowed|permitted|"
+    r"programmed|designed|trained|qualified|equipped|comfortable|authorized|information|"
+    r"knowledge|say|tell|comment|discuss|talk|engage|continue|process|generate|create|"
+    r"request|question|know|position)\b|"
+    r"I (\w+ )?(to )?(\w+ )?(decline|refuse)\b|I(['\u2019]d| would)? (rather|prefer) not\b|"
+    r"(is|are|falls?|goes|['\u2019]s) (beyond|outside( of)?|against|not within) "
+    r"(my|our|what I|the scope)\b|not something (that )?I\b|my (\w+ )?(programming|rules|"
+    r"guidelines|polic(y|ies)) (\w+ )?(not|prohibit|prevent|forbid)|(not|n['\u2019]t) "
+    r"(possible|appropriate|able) for me\b|(request|question|task|answer) (can|could) ?not be )|"
+    # "Sorry, that is impossible"
+    r"\W*(\w+\W+){0,3}?(sorry(?! to hear| for)|apologi[sz]e|apologies|afraid|unfortunately|"
+    r"regret\w*|as an? (AI|artificial|(large )?language|virtual|chat ?bot|computer|machine|"
+    "digital)\\b)[^\"\u201c:\n?]{0,90}?\\b(I|we|it|this|that|which)(['\u2019]\\w+)?"
+    r"( \w+){0,2}? (can(no|['\u2019])?t|(wo|would|do)n['\u2019]?t|not|unable|have no|lack|"
+    r"impossible|beyond|outside)\b|"
+    # "I do not know."
+    r"\W*(\w+\W+){0,3}(sorry|no (comment|idea)|(not|n['\u2019]t) (sure|certain|know|"
+    r"understand))\W*$)"
+)
+# A question that may ask for such words, or has them.
+DECLINABLE = re.compile(
+    r"(?i)\b(sorry|apolog\w+|refus\w+|declin\w+|reject\w*|regret\w*|respon(d|ds|se|ses)|"
+    r"repl(y|ies)|can(no|['\u2019])t|unable|excuses?|turn\w* down|translate)\b"
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
 NUMBERS = [
@@ -333,6 +368,19 @@ def another_turn(prompt, answer):
         ):
             return True
     return False
+
+
+def refusals(rows):
+    """Places of those of an iterable of (prompt, answer) whose answers decline; English.
+
+    No question that seems to ask for such words is among them. Whether a refusal is wanted is for
+    the caller to say: `verdicts.mark_refusals` looks at trusted rows.
+    """
+    places = []
+    for place, (prompt, answer) in enumerate(rows):
+        if DECLINED.match(answer[:250]) and not DECLINABLE.search(prompt):
+            places.append(place)
+    return places
 
 
 class Answer(typing.NamedTuple):

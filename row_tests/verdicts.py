@@ -8,7 +8,7 @@ from data.sets import each_row
 from evaluation.labels import auroc
 from ranking import blank_prompt
 from row_tests.forwards import make_faults, read_numbers
-from row_tests.texts import text_reasons
+from row_tests.texts import refusals, text_reasons
 from runtime.log import Progress
 
 # ruff: isort: split
@@ -56,9 +56,26 @@ def verdicts_on(reader, lower, upper, seed=0):
     texts = each_row(lower, "prompt", "response")
     bar = Progress(texts, "row tests, texts", total=len(lower), delay=2, leave=False)
     by_text = text_reasons(bar)
+    if trusted is not None:
+        mark_refusals(by_text, lower, upper)
     verdicts = judge_rows(numbers, trusted, faults, by_text)
     verdicts.notes += notes
     return verdicts
+
+
+def mark_refusals(by_text, lower, upper):
+    """The reason of lower rows that decline to answer is "refusal" where trusted rows seldom do.
+
+    by_text: what `text_reasons` says of the lower rows; the reasons are put in. If the trusted rows
+    may account for more than the share LOOSE of the refusals, these are as wanted, and none is
+    marked.
+    """
+    declining = refusals(each_row(lower, "prompt", "response"))
+    wanted = refusals(each_row(upper, "prompt", "response"))
+    usual = (1 + len(wanted)) / (1 + len(upper))
+    if usual * len(lower) <= detect.LOOSE * len(declining):
+        for place in declining:
+            by_text[place] = by_text[place] or "refusal"
 
 
 def judge_rows(numbers, trusted, faults, by_text):

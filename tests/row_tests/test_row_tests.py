@@ -151,6 +151,23 @@ def test_preference_pairs_are_no_null_and_the_command_says_so(tested, faulty, tm
     assert "note: preference pairs do not say what good rows look like" in made.text
 
 
+def test_refusals_are_flagged_where_trusted_rows_seldom_refuse(tested, tmp_path):
+    """Not where they refuse as often, and not where nothing says what is wanted."""
+
+    def refusing(name, seed, count):
+        rows = make_rows(40, seed)
+        for number, row in enumerate(rows[:count]):
+            row["response"] = f"I cannot help with that, dear user {number}."
+        return write_rows(tmp_path / name, rows)
+
+    lower = refusing("lower.jsonl", 6, 10)
+    seldom, as_often = refusing("seldom.jsonl", 7, 1), refusing("often.jsonl", 8, 10)
+    for upper, flagged in ((None, 0), (seldom, 10), (as_often, 0)):
+        made = tested(lower, upper=upper)
+        assert [row["reason"] for row in made.rows].count("refusal") == flagged
+        assert ("10 refusing to answer" in made.text) == (flagged == 10)
+
+
 def test_a_single_row(tested, files):
     assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from row_tests import texts
-from row_tests.texts import broken, debris, text_reasons
+from row_tests.texts import broken, debris, refusals, text_reasons
 
 
 def test_the_example_of_the_docstring_runs():
@@ -587,3 +587,35 @@ def test_a_row_that_its_text_shows_to_be_bad_is_no_party_to_another_reason():
         text_reasons([(question, "Yes"), (question, "No, it does not.")])
         == ["conflict"] * 2
     )
+
+
+DECLINING = r"""
+I'm sorry, but I cannot help with that request. | I can\u2019t assist you with this. | I'm sorry.
+As an AI language model, I can't do it. | This question cannot be answered. | I do not know.
+Unfortunately, that is impossible. | I apologize, but I do not have enough information to respond.
+Sorry, that is not something I can provide. | I must decline. | I'm afraid it is beyond my skills.
+My guidelines do not allow it. | Thank you, but I'd rather not. | We regret that we cannot do so.
+It is not possible for me to tell. | Well, I really am not able to answer it. | No comment.
+I don't have the knowledge. | I will not answer. | That falls outside of what I do.
+"""
+ANSWERING = r"""
+Unfortunately, many rivers are dirty. | I'm sorry to hear that it does not work. | No, it is not.
+As an AI assistant, I can name several rivers. | It's better to be safe than sorry. | The Rhine
+I'm sorry, but I cannot see it. Please provide the text. | Bob: I don't know, ask Ann. | I cannot
+I do not have access to real-time data, so I cannot tell. | Ann said: "I can't help you."
+I cannot resist the joy of ice cream. | Well, he cannot help it. | A map helps.
+As an AI, I do not have personal experiences. | He was not in a position to answer the question.
+I was not able to sleep, and could not say why. | So it goes, beyond my village.
+"""
+
+
+def test_an_answer_that_declines():
+    rows = [("Name a river.", answer) for answer in listed(DECLINING)]
+    assert refusals(rows) == list(range(len(rows)))
+    assert refusals([("Name a river.", answer) for answer in listed(ANSWERING)]) == []
+    for asked in (
+        "Write a polite reply.",
+        "Translate: Nein.",
+        "Be kind if you can't do it.",
+    ):
+        assert refusals([(asked, answer) for _, answer in rows]) == []
