@@ -27,7 +27,7 @@ TOKENS = {
     "root": 25_400,
     "data": 10_550,
     "runtime": 4_350,
-    "row_tests": 5_700,
+    "row_tests": 5_900,
     "baselines": 4_050,
     "evaluation": 12_900,
     "paper": 9_950,
