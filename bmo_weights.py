@@ -70,7 +70,7 @@ def importance_ratio(logps, old_logps, max_log_ratio=MAX_LOG_RATIO):
     """r = pi(y | x) / pi_old(y | x), detached                        (Corollary importance_ratio)
 
     logps, old_logps: same shape, sequence log-probs (sums, nats) now and when the answer was
-    written, by the *same* function at temperature 1, so that r is exactly one after a refresh.
+    written, by the *same* function at temperature 1: right after a refresh r is one, to rounding.
     max_log_ratio: clamp of |log r|, inf for none. Returns r, same shape. ValueError for two shapes.
     Derivation: the prior over questions cancels, r = exp(logps - old_logps); for equal old
     log-probs r_g / sum r = pi_g / sum pi = lambda_g. It is a weight: no gradient flows through it.

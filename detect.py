@@ -360,7 +360,7 @@ def null_surprise(name, numbers, usual, trusted, faults):
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-def fit_causes(surprising, rounds=50):
+def fit_causes(surprising):
     """(w (D,), mu (D,)) of D detectors: the share of rows that each fault has, its mean surprise.
 
     surprising: (N, D) of `surprises`. Maximum likelihood, by expectation and maximisation: a row is
@@ -370,7 +370,7 @@ def fit_causes(surprising, rounds=50):
     """
     share = torch.full((surprising.shape[1],), RARE, dtype=surprising.dtype)
     mean = torch.full_like(share, FAULTY)
-    for _ in range(rounds):
+    for _ in range(50):
         odds = log_odds(surprising, share, mean)
         good = torch.zeros_like(odds[:, :1])
         chances = torch.cat([good, odds], dim=1).softmax(dim=1)

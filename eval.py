@@ -38,7 +38,11 @@ def add_command(commands, name, call, reads=None):
     if reads == "runs":
         parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     elif reads == "run":
-        parser.add_argument("run", metavar="RUN", help="run folder, or a file of it")
+        parser.add_argument(
+            "run",
+            metavar="RUN",
+            help="run folder; keep, export: or a ranking; qa: or a model",
+        )
     return parser.add_argument
 
 

@@ -231,9 +231,9 @@ def grams(tokens, size):
     return [tuple(tokens[start : start + size]) for start in starts]
 
 
-def repetition(answer, size=4):
-    """Share of the n-grams of an answer, a list, that occurred before in it, 0 to 1."""
-    sequence = grams(answer, size)
+def repetition(answer):
+    """Share of the 4-grams of an answer, a list, that occurred before in it, 0 to 1."""
+    sequence = grams(answer, 4)
     if not sequence:
         return 0.0
     return 1 - len(set(sequence)) / len(sequence)

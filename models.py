@@ -201,9 +201,9 @@ def _switch_off_dropout(model):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    for key in ("attention_dropout", "attn_pdrop"):
-        if getattr(model.config, key, None):
-            setattr(model.config, key, 0.0)
+        for name, value in list(vars(module).items()):  # such as an attention's
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 # --- LoRA -----------------------------------------------------------------------------------------
@@ -220,6 +220,8 @@ def add_lora(
     """
     import peft
 
+    if targets == ["all-linear"]:  # typed
+        targets = "all-linear"
     if adapter is None:
         config = peft.LoraConfig(
             r=rank,
@@ -437,7 +439,7 @@ def is_sharded(model):
 
 
 def save_adapter(model, folder, card):
-    """The PEFT adapter in PEFT's own files, in place at once or not at all; card: its README."""
+    """The PEFT adapter in PEFT's own files, never half of it in its place; card: its README."""
     config = model.peft_config["default"]
     # A set is saved in another order every time.
     if isinstance(config.target_modules, set):

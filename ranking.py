@@ -4,11 +4,10 @@ A ranking file has one line a row, best first: source, row_id, hash, rank (1 is 
 more.
 """
 
-import math
-
 from batches import answer_row, prompt_of, take, tokens_only
 from data.tokens import LABELS, empty_prompt
 from models import context_length
+from runtime.command import reading
 from runtime.processes import rank
 from selector import mean_ranks
 from utils import UserError, each_jsonl, write_jsonl
@@ -94,21 +93,22 @@ def listed(rows, file, column):
     ranking, whose lines belong to rows by source, row_id and hash. Where the rows and the ranking
     have one source each, its name may differ: a file may have moved, and the hash tells.
     """
-    names = {line.get("source") for line in each_jsonl(file)}
-    several = len(names) > 1 or len(set(rows["source"][:])) > 1
-    values = {}
-    for number, line in enumerate(each_jsonl(file), 1):
-        if not {"row_id", "hash", column} <= line.keys():
-            raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
-        if line[column] is None:
-            raise UserError(f"{file} row {number}: {column} is null")
-        key = (several and line.get("source"), line["row_id"])
-        value = (line["hash"], line[column])
-        if values.setdefault(key, value) != value:
-            raise UserError(
-                f"{file} row {number}: row_id {line['row_id']} has another line that says "
-                "otherwise; leave one of them"
-            )
+    with reading(file):
+        names = {line.get("source") for line in each_jsonl(file)}
+        several = len(names) > 1 or len(set(rows["source"][:])) > 1
+        values = {}
+        for number, line in enumerate(each_jsonl(file), 1):
+            if not {"row_id", "hash", column} <= line.keys():
+                raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
+            if line[column] is None:
+                raise UserError(f"{file} row {number}: {column} is null")
+            key = (several and line.get("source"), line["row_id"])
+            value = (line["hash"], line[column])
+            if values.setdefault(key, value) != value:
+                raise UserError(
+                    f"{file} row {number}: row_id {line['row_id']} has another line that says "
+                    "otherwise; leave one of them"
+                )
     result = []
     columns = (rows["source"][:], rows["row_id"][:], rows["hash"][:])
     for source, row_id, content in zip(*columns, strict=True):
@@ -152,9 +152,9 @@ def rows_not_kept(rows, file):
 
 def weights_of(rows, file):
     """(N,) float64: the column "weight" of a ranking; 0 for rows that it does not list."""
-    weights = [value or 0.0 for value in listed(rows, file, "weight")]
-    if not all(isinstance(w, (int, float)) and 0 <= w < math.inf for w in weights):
-        raise UserError(f"{file}: a weight is a number, 0 or more")
+    weights = [0.0 if value is None else value for value in listed(rows, file, "weight")]
+    if not all(type(w) in (int, float) and 0 <= w < 1e300 for w in weights):
+        raise UserError(f"{file}: a weight is a number, 0 or more, below 1e300")
     if sum(weights) == 0:
         raise UserError(f"{file}: gives none of the {len(rows)} lower rows a weight")
     return torch.tensor(weights, dtype=torch.float64)

@@ -22,7 +22,7 @@ from generate import check_folded
 from runtime import folder, processes
 from selector import Selector
 from upper import dpo_margins, pair_logps, reference_margins, upper_losses
-from utils import UserError, read_jsonl, table, write_atomic
+from utils import UserError, content_hash, read_jsonl, table, write_atomic
 
 # ruff: isort: split
 import torch
@@ -239,8 +239,11 @@ def warn_of_other_base(adapter, base_weights):
     config = Path(adapter).parent / "config.json"
     if not config.is_file():  # not a run's adapter
         return
-    began = json.loads(config.read_text()).get("model", {}).get("base_weights")
-    if began not in (None, base_weights):
+    try:
+        began = json.loads(config.read_text())["model"]["base_weights"]
+    except (ValueError, KeyError, TypeError):  # of something else
+        return
+    if began != base_weights:
         print(f"warning: {adapter}: began on other base weights or in another dtype")
 
 
@@ -253,6 +256,10 @@ def enter_run(args, rows, learner, selector):
         "data": {name: sets.rows_hash(level) for name, level in rows.by_name().items()},
         "model": learner.fingerprints,
     }
+    for flag in ("mask", "weights"):  # files of which the rows' hashes say nothing
+        file = getattr(args, flag, None)
+        if file and Path(file).is_file():
+            config["data"][flag] = content_hash(Path(file).read_text())
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
     if processes.rank() == 0:
         sets.write_set_aside(out / "set_aside.jsonl", rows.reports)
@@ -390,6 +397,11 @@ def judge_lower(args, run):
     model = run.learner.model
     lower = run.rows.lower
     losses, lengths = row_losses(model, lower, label="final losses")
+    if not torch.isfinite(losses).all():
+        raise UserError(
+            f"{run.out}: losses under the final model are not finite; lower --lr and start again "
+            "in another --out"
+        )
     columns = {"base_loss": run.base.losses, "final_loss": losses, "length": lengths}
     implicit = -losses
     if run.learner.theta_hat is not None:
@@ -425,12 +437,6 @@ def result_of(args, run, ranked):
         every = row_losses(model, run.rows.all_lower, label="all lower losses")
         result |= mean_losses(*every, "lower_original")
         result |= mean_losses(losses, lengths, "lower_kept")
-    for key, value in result.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(
-                f"{run.out}: {key} under the final model is {value}; lower --lr and start again "
-                "in another --out"
-            )
     return result
 
 

@@ -213,7 +213,7 @@ def train(args, run):
 def finish(args, run):
     """Every lower row ranked, the adapter, one table. Returns the result."""
     columns, scores = session.judge_lower(args, run)
-    if args.method == "bds":
+    if args.method == "bds" and args.omega_lr > 0:  # else omega ranks nothing
         scores = run.selector.logits.cpu()
     columns = {"weight": ranking.counted_weights(run.selector), **columns}
     ranked = session.save_ranking(run, scores, columns, args.keep_fraction)

@@ -569,7 +569,8 @@ def finish(args, run, masking, mask, num_written):
     """Every lower row ranked, the last R answered once more, the adapter. Returns the result."""
     lower = run.rows.lower
     columns, implicit = session.judge_lower(args, run)
-    omega = run.selector.logits.cpu()
+    # Frozen at zero, omega ranks nothing.
+    omega = run.selector.logits.cpu() if args.omega_lr > 0 else implicit
     scores = ranking.original_scores(omega, mask, implicit, masking.is_ranked)
     weights = ranking.counted_weights(run.selector, mask)
     columns = {"weight": weights, **columns, "masked": mask}

@@ -1,23 +1,23 @@
-"""Which rows to keep, without bilevel training: random, DSIR, LESS, RDS+ and three controls.
+"""Which rows to keep, without bilevel training: random, DSIR, LESS, RDS+ and two controls.
 
     python -m baselines less --lower noisy.jsonl --upper trusted.jsonl --model NAME
     python -m baselines dsir                                      # the embedded toy
     python train_offline.py --method sft --keep kept.jsonl ...    # train on the kept rows
 
-Every line of --out is a row: row_id, hash, rank (1 = best), kept, score (higher is better).
-random, DSIR and LESS are the paper's baselines (section 5), RDS+ is a later one; loss, length and
-IFD are controls.
+Every line of --out is a row: source, row_id, hash, rank (1 = best), kept, score (higher is
+better), and its labels where they are known.
+random, DSIR and LESS are the paper's baselines (section 5), RDS+ is a later one; loss and IFD are
+controls.
 
     random   a seeded permutation                                                   scores.py
     dsir     how much likelier a row's n-grams are among the upper rows             dsir.py
     less     how far an Adam step on this row lowers the upper loss                 less.py
     rds      how near a row's hidden states are to an upper row's                   rds.py
     loss     minus the base model's mean response loss                              scores.py
-    length   characters of the response, longer is better                           scores.py
     ifd      mean loss given the prompt / mean loss behind the blank prompt         scores.py
 
 Each file lists where it deviates from its source. Common to all: the rows are those of training by
 the same flags, model and seed, so the upper rows that training would hold out are held out here. Of
-preference pairs (`--upper-loss dpo`) DSIR, LESS and RDS+ see the chosen responses. random, dsir and
-length read nothing of the model but its tokenizer.
+preference pairs (`--upper-loss dpo`) DSIR, LESS and RDS+ see the chosen responses. random and dsir
+read nothing of the model but its tokenizer.
 """

@@ -10,7 +10,7 @@ from baselines.rds import rds_scores
 from runtime import command
 from utils import UserError
 
-METHODS = ["random", "dsir", "less", "rds", "loss", "length", "ifd"]
+METHODS = ["random", "dsir", "less", "rds", "loss", "ifd"]
 NEEDS_UPPER = ("dsir", "less", "rds")
 
 
@@ -71,8 +71,6 @@ def score_rows(args, levels):
     lower, upper = levels.lower, levels.upper
     if args.method == "random":
         return {"score": scores.random_scores(len(lower), args.seed)}
-    if args.method == "length":
-        return {"score": scores.length_scores(lower)}
     if args.method == "dsir":
         return dsir_scores(lower, upper, args.seed)
     model = shared.open_model(args)

@@ -1,7 +1,6 @@
 """Scores that need no upper rows: a plain function each, higher is better.
 
     random   a seeded permutation
-    length   characters of the response, longer is better (Zhao et al. 2024); no tokenizer enters
     loss     minus the base model's mean response loss: what the model finds odd comes last
     ifd      instruction-following difficulty, mean loss given the prompt / mean loss behind the
              blank prompt: Li et al. 2024, s(A|Q) / s(A), as data_by_IFD.py of tianyi-lab/Cherry_LLM
@@ -21,7 +20,6 @@ import torch
 
 import batches
 from batches import row_losses
-from data.sets import each_row
 from ranking import behind_blank, blank_prompt
 
 ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
@@ -30,12 +28,6 @@ ROWS_AT_ONCE = 1000  # tokenised rows in memory while answers stand alone
 def random_scores(num_rows, seed):
     """A seeded permutation, (N,) float64."""
     return batches.permutation(num_rows, seed, 0, stream=3).double()
-
-
-def length_scores(rows):
-    """Characters of every response, (N,) float64."""
-    lengths = [len(response) for (response,) in each_row(rows, "response")]
-    return torch.tensor(lengths, dtype=torch.float64)
 
 
 def loss_scores(model, rows):

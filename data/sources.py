@@ -24,6 +24,7 @@ from runtime.hub import hub_answers
 from utils import UserError, first_line
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv")
+BROKEN = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as Python reads them
 BATCH = 1000  # rows of a parquet file or a saved data set read at a time
 # Names of files that do not train.
 HELD_OUT = "test|validation|valid|val|dev|eval|evaluation"
@@ -213,7 +214,7 @@ def _json_rows(path):
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    row = _decode(line)
+                    row = _decode(line.decode("utf-8-sig"))
                 except (ValueError, RecursionError):
                     row = Unusable("not valid JSON")
                 yield f"line {number}", row
@@ -236,12 +237,15 @@ def _only_list(document, path):
 
 def _csv_rows(path):
     csv.field_size_limit(2**31 - 1)
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
+    with open(path, **options) as file:
         reader = csv.DictReader(file, strict=True)
         _check_header(reader.fieldnames or ())
         for row in reader:
             if None in row or None in row.values():
                 row = Unusable("not as many cells as the header")
+            elif BROKEN.search("".join(row.values())):
+                row = Unusable("bytes that are not UTF-8")
             yield f"line {reader.line_num}", row
 
 

@@ -48,7 +48,7 @@ from data.templates import (
 from runtime.log import Progress
 from utils import UserError, content_hash, write_atomic
 
-FORMAT = 12  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 13  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
@@ -365,7 +365,7 @@ class Reader:
 def _flag(value):
     """The label "bad" as a bool; spreadsheets write TRUE."""
     known = value.lower() if isinstance(value, str) else value
-    if known in (None, "", False, 0, "0", "false"):
+    if value != value or known in (None, "", False, 0, "0", "false"):  # NaN: an empty cell
         return False
     if known in (True, 1, "1", "true"):
         return True

@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 
-from evaluation.labels import is_label_metric, run_label_metrics
+from evaluation.labels import run_label_metrics
 from evaluation.runs import Run, check_output, read_result
 from evaluation.texts import show_table
 from utils import UserError, write_atomic
@@ -51,8 +51,19 @@ def without_seed(value, seed):
     return re.sub(rf"(?<!\d){seed}(?!\d)", "SEED", value)
 
 
-def source_of(run, name):
-    """The arguments that say where a set's rows come from and how they are read, as a list."""
+def same_value(one, two, flag):
+    """Whether two runs have the same argument, as it is or less their seeds.
+
+    A model's name may hold the number of a seed: SmolLM2 and seed 2.
+    """
+    before = getattr(one.args, flag, None)
+    after = getattr(two.args, flag, None)
+    seedless = without_seed(before, one.args.seed)
+    return before == after or seedless == without_seed(after, two.args.seed)
+
+
+def same_source(one, two, name):
+    """Whether the rows of a set come from one place and are read alike."""
     level = name.split("_")[0]
     flags = (
         "template",
@@ -64,7 +75,7 @@ def source_of(run, name):
         f"{level}_limit",
         f"{level}_columns",
     )
-    return [without_seed(getattr(run.args, flag, None), run.args.seed) for flag in flags]
+    return all(same_value(one, two, flag) for flag in flags)
 
 
 def drawn_by_seed(run, name):
@@ -84,7 +95,7 @@ def same_data(one, two, name):
     before, after = one.config["data"].get(name), two.config["data"].get(name)
     if None in (before, after) or before == after:
         return True
-    if source_of(one, name) != source_of(two, name):
+    if not same_source(one, two, name):
         return False
     kept = {getattr(run.args, "keep", None) for run in (one, two)}
     if name == "lower" and len(kept) > 1:
@@ -135,24 +146,24 @@ def final_metrics(run):
     return read_result(run.folder) | run.extra | run_label_metrics(run)
 
 
-def experiment_of(run):
-    """What two runs have in common if they are seeds of one experiment, as text."""
-    common = {}
-    for key, value in vars(run.args).items():
-        if key not in SAME_EXPERIMENT:
-            common[key] = without_seed(value, run.args.seed)
-    return json.dumps(common, sort_keys=True)
+def same_experiment(one, two):
+    """Whether two runs are seeds of one experiment."""
+    flags = (vars(one.args) | vars(two.args)).keys() - {*SAME_EXPERIMENT}
+    return all(same_value(one, two, flag) for flag in flags)
 
 
 def grouped(runs):
     """[[run, ...], ...]: seeds of one experiment together. A seed counts once in its group."""
-    groups = {}
+    groups = []
     for run in runs:
-        key = experiment_of(run)
-        if run.args.seed in [member.args.seed for member in groups.get(key, [])]:
-            key += f" again {len(groups)}"
-        groups.setdefault(key, []).append(run)
-    return list(groups.values())
+        for members in groups:
+            seeds = [member.args.seed for member in members]
+            if run.args.seed not in seeds and same_experiment(members[0], run):
+                members.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
 
 
 def comparison_rows(runs):
@@ -171,9 +182,7 @@ def comparison_rows(runs):
         keys = [*COLUMNS, *PER_TOKEN]
         # The label metrics of kept rows alone compare with no other run.
         if getattr(members[0].args, "keep", None) is None:
-            keys += sorted(
-                {key for final in finals for key in final if is_label_metric(key)}
-            )
+            keys += sorted({key for final in finals for key in final if "/auroc" in key})
         for key in keys:
             values = [final[key] for final in finals if final.get(key) is not None]
             if values:
@@ -226,7 +235,7 @@ def run_compare(args):
         show_table(*comparison_cells(rows, SEQUENCE, interval=True))
     print("\nnats a token, token mean")
     show_table(*comparison_cells(rows, PER_TOKEN))
-    keys = sorted({key for row in rows for key in row if is_label_metric(key)})
+    keys = sorted({key for row in rows for key in row if "/auroc" in key})
     if keys:
         print(
             "\nhow well rankings find rows that are labelled bad; an online run's masked rows and "

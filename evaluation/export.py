@@ -164,8 +164,12 @@ def run_export(args):
     out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
     files = args.lower or []
     lines = read_ranking(path)
-    if "source" not in lines[0]:
-        raise UserError(f"{path}: names no source, as older versions wrote it; rank again")
+    if "source" not in lines[0] or any(
+        type(line.get("kept")) is not bool for line in lines
+    ):
+        raise UserError(
+            f"{path}: a row has no source, or no kept that is true or false; rank again"
+        )
     with reading(path):
         sources = {line["source"] for line in lines}
         check_output(out, path, path.parent, *files, *sources)

@@ -1,17 +1,14 @@
 """How well rankings find rows that are known to be bad. No training step reads these labels."""
 
-import re
-
 import torch
 
 from data.layouts import LABELS
+from runtime.command import reading
 from selector import mean_ranks
 from utils import each_jsonl
 
-COLUMN_OF = {
-    "final": "final_loss",
-    "base": "base_loss",
-}  # losses that rank, in weights.jsonl
+# Losses that rank, in weights.jsonl.
+COLUMN_OF = {"final": "final_loss", "base": "base_loss"}
 
 
 def auroc(scores, bad):
@@ -31,32 +28,18 @@ def auroc(scores, bad):
 
 
 def ranking_metrics(scores, bad, kinds):
-    """How well low scores find bad rows, in all and by kind of fault.
+    """AUROC of scores (n,), higher is better: {"auroc": of all rows, "auroc/KIND": ...}.
 
-    scores (n,) higher is better; bad (n,) bool; kinds: n strings. As many rows are flagged as are
-    bad (the bottom of the ranking), so precision equals recall over all kinds. Rows that tie at the
-    border are flagged in part, each as much: the order of the file says nothing.
-    Keys: auroc, precision, and of each kind of bad row recall/KIND, auroc/KIND (against good rows).
+    bad (n,) bool; kinds: n strings. A kind's bad rows are compared with all good ones.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     bad = torch.as_tensor(bad).bool()
-    metrics = {"auroc": auroc(scores, bad), "precision": None}
-    if not bad.any():
-        return metrics
-    num_bad = bad.sum()
-    border = scores.sort().values[num_bad - 1]
-    below = (scores < border).double()
-    tied = (scores == border).double()
-    share = (num_bad - below.sum()) / tied.sum()
-    flagged = below + tied * share  # (n,) in [0, 1]
-    metrics["precision"] = float(flagged[bad].mean())
+    metrics = {"auroc": auroc(scores, bad)}
     for kind in sorted(set(kinds)):
         faulty = torch.tensor([name == kind for name in kinds]) & bad
-        if not faulty.any():
-            continue
-        compared = faulty | ~bad
-        metrics[f"auroc/{kind}"] = auroc(scores[compared], bad[compared])
-        metrics[f"recall/{kind}"] = float(flagged[faulty].mean())
+        if faulty.any():
+            compared = faulty | ~bad
+            metrics[f"auroc/{kind}"] = auroc(scores[compared], bad[compared])
     return metrics
 
 
@@ -77,13 +60,8 @@ def label_metrics(labels, scores):
     return metrics
 
 
-def is_label_metric(key):
-    """Whether the key of a figure is one of `label_metrics`."""
-    return re.match(r"\w+/(auroc|precision|recall)\b", key) is not None
-
-
 def run_label_metrics(run):
-    """`label_metrics` of a finished run's rankings: by weight, losses and length.
+    """`label_metrics` of a finished run's rankings: by weight and by losses.
 
     run: an `evaluation.runs.Run`. Labels describe the originals, and omega has judged the new
     answers of masked rows: those of an online run are left out.
@@ -92,23 +70,20 @@ def run_label_metrics(run):
     first = next(each_jsonl(path), {}) if path.exists() else {}
     if "bad" not in first:  # nobody waits for a long file without labels
         return {}
-    places = [place for place, row in enumerate(run.rows) if not row.get("masked")]
-    rows = [run.rows[place] for place in places]
+    with reading(path):
+        places = [place for place, row in enumerate(run.rows) if not row.get("masked")]
+        rows = [run.rows[place] for place in places]
 
-    def column(name):
-        return torch.tensor([row[name] for row in rows], dtype=torch.float64)
+        def column(name):
+            return torch.tensor([row[name] for row in rows], dtype=torch.float64)
 
-    scores = {}
-    if run.omegas:
-        scores["weight"] = run.omegas[max(run.omegas)][places]
-    for name, loss in COLUMN_OF.items():
-        scores[name] = -column(loss)
-    scores["length"] = column("length")
-    if "attainable_loss" in first:
-        attained = run.args.correction * column("attainable_loss")
-        scores["corrected"] = attained - column("final_loss")
-    labels = {}
-    for name in LABELS:
-        if name in first:
-            labels[name] = [row[name] for row in rows]
+        scores = {}
+        if run.omegas:
+            scores["weight"] = run.omegas[max(run.omegas)][places]
+        for name, loss in COLUMN_OF.items():
+            scores[name] = -column(loss)
+        labels = {}
+        for name in LABELS:
+            if name in first:
+                labels[name] = [row[name] for row in rows]
     return label_metrics(labels, scores)

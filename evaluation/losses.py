@@ -14,7 +14,7 @@ from batches import mean_losses, row_losses
 from data import sets, tokens
 from data.layouts import conversation
 from evaluation.export import exported_lines, new_answer
-from evaluation.runs import Run, read_json, read_ranking
+from evaluation.runs import Run, read_json, read_ranking, read_result
 from evaluation.texts import show_table
 from runtime import processes
 from runtime.command import reading
@@ -158,6 +158,7 @@ def run_losses(args):
         raise UserError(
             f"{args.run}: not a run folder; losses compares a run with its base model"
         )
+    result = read_result(args.run)
     model, tokenizer, run = load_trained(args.run)
     start = run.args.adapter
     if start:
@@ -180,7 +181,7 @@ def run_losses(args):
             values[f"base/{key}"] = value
             cell += [value, values[key]]
         cells.append(cell)
-    then, now = run.result.get("lower_original"), values.get("lower_original")
+    then, now = result.get("lower_original"), values.get("lower_original")
     # No fingerprint sees all changes.
     if None not in (then, now) and abs(then - now) > 0.02:
         raise UserError(

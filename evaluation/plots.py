@@ -43,12 +43,6 @@ RANKING_FIGURES = (
         "share",
         {"top 10 %": "top_previous", "bottom 10 %": "bottom_previous"},
     ),
-    (
-        "Telling bad rows by weight",
-        "AUROC of the weights against the known labels; one half is chance.",
-        "AUROC",
-        {"weight": "auroc"},
-    ),
 )
 
 

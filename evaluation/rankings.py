@@ -7,7 +7,6 @@ import torch
 
 import detect
 import utils
-from evaluation.labels import auroc
 from evaluation.runs import Run, check_output, read_ranking
 from evaluation.texts import show_table
 from runtime.command import reading
@@ -53,8 +52,8 @@ def run_keep(args):
     out = args.out or source.with_suffix(".kept.jsonl")
     if not args.out and source.name == "weights.jsonl":
         out = source.with_name("kept.jsonl")
-    check_output(out, source, source.parent)
     rows = read_ranking(source)
+    check_output(out, source, source.parent, *{row.get("source") for row in rows})
     if by not in rows[0]:
         raise UserError(f"--by {by}: {source} has the columns {', '.join(rows[0])}")
     with reading(source):
@@ -69,7 +68,8 @@ def run_keep(args):
     lines = []
     for rank, row in enumerate(rows, 1):
         lines.append(row | {"rank": rank, "kept": rank <= limit})
-    utils.write_jsonl(out, lines)
+    with reading(source):
+        utils.write_jsonl(out, lines)
     words = f"kept {limit} of {len(rows)} rows {how}"
     if flagged:
         words += f"; {flagged} rows look bad and are not kept"
@@ -126,11 +126,11 @@ def mean_of(column, places):
 def ranking_over_epochs(run):
     """How the top and bottom tenth of the rows move (the paper's analysis of the ranking).
 
-    [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous, top_last,
-    auroc}]: mean response lengths in tokens; overlap of the top (bottom) with that of the epoch
-    before and of the top with the last one's, as shares.
+    [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous, top_last}]: mean
+    response lengths in tokens; overlap of the top (bottom) with that of the epoch before and of the
+    top with the last one's, as shares.
     """
-    lengths, bad = column_of(run, "length"), column_of(run, "bad")
+    lengths = column_of(run, "length")
     lines = []
     for group, members in ranking_groups(run).items():
         last_top, _ = ends_of(run.omegas[max(run.omegas)], members)
@@ -146,7 +146,6 @@ def ranking_over_epochs(run):
                 "top_previous": overlap(top, previous_top),
                 "bottom_previous": overlap(bottom, previous_bottom),
                 "top_last": overlap(top, last_top),
-                "auroc": None if bad is None else auroc(omega[members], bad[members]),
             }
             lines.append(line)
             previous_top, previous_bottom = top, bottom

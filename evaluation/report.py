@@ -165,9 +165,9 @@ def join_row_tests(run, file):
                 "this text: the ranking belongs to other data, or names its sources in "
                 "another way"
             )
-        if "reason" not in tested:
+        if not {"reason", "surprise"} <= tested.keys():
             raise UserError(
-                f"{file}: has no column reason; `python -m row_tests` writes one"
+                f"{file}: has no columns reason and surprise; `python -m row_tests` writes them"
             )
         row["reason"], row["surprise"] = tested["reason"], tested["surprise"]
 
@@ -180,11 +180,12 @@ def row_tests_section(run, file):
     table = []
     for reason, count in counts.most_common():
         table.append([REASONS.get(reason, reason), count, kept[reason]])
+    quoted = escaped_html(shlex.quote(str(file)))
     return (
         f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad. The "
         "table below shows them, by reason.</p>"
         + html_table(["the answers are", "rows", "of these kept by the run"], table)
-        + f"<p>Train without them: add <code>--keep {escaped_html(file)}</code>. Or export:</p>"
+        + f"<p>Train without them: add <code>--keep {quoted}</code>. Or export:</p>"
         + command_box("export", file)
     )
 

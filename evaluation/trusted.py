@@ -140,7 +140,7 @@ def problems_of(figures):
             f"It is of another task: {figures['coverage']:.0%} of the lower rows have a trusted "
             "prompt near by. A set of their kind has about 90 %."
         )
-    if figures["gain"] <= 2 * figures["standard error"]:
+    if not figures["gain"] > 2 * figures["standard error"]:  # NaN is no gain
         problems.append(
             "It does not guide: training on half of it does not lower the loss of its other half "
             "more than training on as many random lower rows."

@@ -50,9 +50,10 @@ def read_list(path, needed):
     if not rows:
         raise UserError(f"{path}: holds no rows")
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not row.keys() >= set(needed):
+        is_whole = isinstance(row, dict) and row.keys() >= set(needed)
+        if not is_whole or isinstance(row.get("instruction"), (list, dict)):
             raise UserError(
-                f"{path} row {number}: must be an object with {', '.join(needed)}"
+                f"{path} row {number}: must be an object with {', '.join(needed)}, texts"
             )
     return rows
 

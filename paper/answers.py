@@ -7,7 +7,6 @@ from pathlib import Path
 from evaluation import winrate
 from paper.plans import run_each, run_methods
 from paper.results import show
-from paper.running import log_of
 from toy import corpus
 from utils import UserError
 
@@ -134,7 +133,7 @@ def example_answers(args):
     table = Path("runs") / args.name / "examples.md"
     runs = [str(files[0].parent) for files in files_of.values()]
     words = ["eval.py", "answers", *runs, *prompts]
-    words += ["--max-new-tokens", str(args.tokens)]
+    words += ["--max-new-tokens", str(args.tokens), "--out", str(table)]
     run_each(args, {table: words})
     if not args.list:
-        print(log_of(table).read_text())
+        print(table.read_text())

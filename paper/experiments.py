@@ -48,7 +48,6 @@ RANKINGS = {
     "LESS": "-m baselines less",
     "RDS+": "-m baselines rds",
     "loss": "-m baselines loss",
-    "length": "-m baselines length",
     "IFD": "-m baselines ifd",
 }
 # (name of a ranking, the run that makes it, its score of a row, higher is better)
@@ -85,14 +84,12 @@ def compare_selectors(args):
             scores_of(file, lambda row: row["score"]) for file in files_of[name]
         ]
     keys = sorted({key for runs in results.values() for run in runs for key in run})
-    columns = {key: key for key in keys if key.startswith(("auroc", "precision"))}
+    columns = {key: key for key in keys if key.startswith("auroc")}
     show(args, results, columns)
 
 
 def scores_of(file, score):
     """The ranking metrics, by kind of fault, of a function of the rows; higher is better."""
-    import torch
-
     rows = utils.read_jsonl(file)
     if any("bad" not in row for row in rows):
         raise UserError(
@@ -101,7 +98,7 @@ def scores_of(file, score):
     bad = [row["bad"] for row in rows]
     kinds = [row.get("kind") or "bad" for row in rows]
     scores = [score(row) for row in rows]
-    return ranking_metrics(torch.tensor(scores, dtype=torch.float64), bad, kinds)
+    return ranking_metrics(scores, bad, kinds)
 
 
 # --- is the curated set worth it? -----------------------------------------------------------------

@@ -19,6 +19,7 @@ import utils
 import torch
 
 # ruff: isort: split
+from evaluation.texts import show_table
 from paper.claims import UPPER, claims_of
 from paper.statistics import cells_of, text_rows
 from utils import table
@@ -86,7 +87,8 @@ def show(args, results, columns):
     rows = cells_of(results, columns)
     seen = {key for cells in rows.values() for key in cells}
     columns = {key: heading for key, heading in columns.items() if key in seen}
-    print("\n" + table(["", *columns.values()], text_rows(rows, columns)))
+    print()
+    show_table(["", *columns.values()], text_rows(rows, columns))
     claims = claims_of(args.target, rows)
     if claims:
         print("\ndifferences of loss, 1 - AUROC or tokens; negative is as claimed")

@@ -4,8 +4,8 @@
 cell is {"mean", "std", "seeds"}: the values of all seeds and what they give. It may also be text.
 """
 
-from evaluation.comparison import final_metrics, mean_and_interval
-from evaluation.labels import is_label_metric
+from evaluation.comparison import mean_and_interval
+from evaluation.labels import run_label_metrics
 from evaluation.runs import Run
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -78,10 +78,11 @@ def interval_text(mean, half):
 
 
 def results_of(files_of):
-    """{method: [result.json, ...]} -> results."""
+    """{method: [result.json, ...]} -> results, with the figures of known labels."""
     results = {}
     for method, files in files_of.items():
-        results[method] = [final_metrics(Run(file.parent)) for file in files]
+        runs = [Run(file.parent) for file in files]
+        results[method] = [run.result | run_label_metrics(run) for run in runs]
     return results
 
 
@@ -91,6 +92,6 @@ def with_base(results):
     base = [{} for _ in first]
     for figures, run in zip(base, first, strict=True):
         for key, value in run.items():
-            if key.startswith("base/") and not is_label_metric(key):
+            if key.startswith("base/") and "/auroc" not in key:
                 figures[key.removeprefix("base/")] = value
     return {"base model": base, **results}

@@ -10,10 +10,10 @@ import sys
 
 def _uncaught(kind, error, trace):
     """Python's hook for an error that nobody caught: one line where an interrupt is its cause."""
-    cause = error
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    chain = [error]  # which may go round in a circle
+    while chain[-1] is not None and chain[-1] not in chain[:-1]:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    if not any(isinstance(cause, KeyboardInterrupt) for cause in chain):
         sys.__excepthook__(kind, error, trace)
         return
     print("error: interrupted", file=sys.stderr, flush=True)

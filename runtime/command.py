@@ -110,7 +110,7 @@ def run(main, resumes=False):
     try:
         _check_words()
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # stdout may be closed
     except KeyboardInterrupt as error:
         _interrupted(error, resumes)
     except BrokenPipeError:
@@ -178,7 +178,8 @@ def _in_one_line(error, resumes):
         return line
     # tokenizers raises plain exceptions.
     package = type(error).__module__.partition(".")[0]
-    if package in LIBRARIES or type(error) in (Exception, UnicodeDecodeError, EOFError):
+    is_plain = type(error) in (Exception, EOFError)
+    if package in LIBRARIES or is_plain or isinstance(error, UnicodeError):
         return first_line(error)
     return None
 

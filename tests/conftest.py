@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -433,6 +434,30 @@ def leftovers(folder):
 def copy_tree(source, target):
     shutil.copytree(source, target)
     return target
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    from forking import Forks
+
+    started = Forks(tmp_path_factory.mktemp("forks") / "log")
+    yield started
+    started.end()
+
+
+def assert_near(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def started(*arguments, **streams):
+    """A process of `python(*arguments)` whose output is read; streams: more of its pipes."""
+    command, environment = python(*arguments)
+    streams["stdout"] = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
 
 
 def python(*arguments, **environment):

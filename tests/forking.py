@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 
-from conftest import ROOT, python
+from conftest import started
 
 PARENT = """
 import importlib, json, os, signal, sys
@@ -51,16 +51,8 @@ class Forks:
     """start(script, words): a run; then its `pid`, kill it or wait() for its exit code."""
 
     def __init__(self, log):
-        command, environment = python("-c", PARENT)
         self.log, self.pid = log, None
-        self.parent = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        self.parent = started("-c", PARENT, stdin=subprocess.PIPE)
         assert self.parent.stdout.readline() == "ready\n"
 
     def start(self, script, words):

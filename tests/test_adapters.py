@@ -10,7 +10,14 @@ import peft
 import pytest
 import torch
 from by_hand import token_logps as plain_logps
-from conftest import copy_tree, make_adapter, make_llama, make_tokenizer, save_model
+from conftest import (
+    copy_tree,
+    make_adapter,
+    make_llama,
+    make_tokenizer,
+    save_model,
+    seeded,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -90,11 +97,15 @@ def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters)
     assert "folded" in refused(lambda: check_folded(model, "adapter"))
 
 
-def test_an_adapters_dropout_is_off(online, files, adapters, tmp_path):
+def test_dropout_is_off(online, files, folders, adapters, tmp_path):
     """At rate zero nothing changes: neither a loss nor a ratio may move."""
+    base = copy_tree(folders["llama"], tmp_path / "base")
     dropping = copy_tree(adapters["llama"], tmp_path / "dropping")
-    file = dropping / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.5}))
+    for file, key in (
+        (base / "config.json", "attention_dropout"),
+        (dropping / "adapter_config.json", "lora_dropout"),
+    ):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.5}))
     method = {
         "lr": 0,
         "batch": 4,
@@ -102,7 +113,7 @@ def test_an_adapters_dropout_is_off(online, files, adapters, tmp_path):
         "correction": 0.5,
         "gradient_checkpointing": True,
     }
-    run = online(files(upper=6), adapter=dropping, ratio_masked=1.0, **method)
+    run = online(files(upper=6), base, adapter=dropping, ratio_masked=1.0, **method)
     assert run.result["upper_heldout"] == run.result["base/upper_heldout"]
     for step in run.metrics:
         assert step["ratio_mean"] == pytest.approx(1, abs=1e-4)
@@ -148,7 +159,7 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
 )
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
 def test_every_bit_counts_in_a_fingerprint(dtype, shape):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
     whole = fingerprint({"a": tensor})
     data = tensor.reshape(-1).view(torch.uint8)

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import normal
+from conftest import assert_near, normal
 
 from bmo_weights import (
     MAX_LOG_RATIO,
@@ -30,10 +30,6 @@ SHAPES = [
 
 def random_losses(shape, seed=0):
     return 2 * normal(*shape, seed=seed).abs()
-
-
-def assert_near(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # --- the lemma ------------------------------------------------------------------------------------

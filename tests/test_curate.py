@@ -15,6 +15,7 @@ from conftest import (
     make_tokenizer,
     read_rows,
     save_model,
+    seeded,
     write_rows,
 )
 from test_generate import make_prompts, only_ends
@@ -201,7 +202,7 @@ def calibrate(monkeypatch, folders):
 
 def test_eq_calibration_is_the_95th_percentile_of_one_half(calibrate):
     """The even rows set the threshold, the odd ones measure the false-replacement rate."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     margins = torch.randn(60, generator=generator, dtype=torch.float64).tolist()
     fine = [n % 5 != 1 for n in range(60)]
     even = sorted(margins[::2])

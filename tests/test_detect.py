@@ -5,23 +5,20 @@ import math
 
 import pytest
 import torch
+from conftest import seeded, tensor
 
 import detect
 from evaluation.labels import auroc
 
 
 def normal(count, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return torch.randn(count, generator=generator, dtype=torch.float64)
 
 
 def exponential(count, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return -torch.rand(count, generator=generator, dtype=torch.float64).log()
-
-
-def tensor(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def share(flags):
@@ -214,7 +211,7 @@ def test_quantiles_are_those_of_torch_and_of_more_values_than_it_reads():
 
 def file_of(count, seed, cut=0, swapped=0):
     """Numbers of a file: `cut` rows without an end, then `swapped` rows with another's answers."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     normal = torch.randn(3, count, generator=generator, dtype=torch.float64)
     length = (3 + 1.2 * normal[0]).exp().clamp(1, 800).round()
     numbers = {

@@ -6,7 +6,6 @@ import time
 
 import pytest
 from conftest import flags, listing, write_files
-from forking import Forks
 from test_resume import fingerprint
 
 COMMON = {"batch": 4, "micro_batch": 2, "lr": 1e-2, "save_every": 3, "epochs": 4}
@@ -24,13 +23,6 @@ SCRIPTS = {
         "save_every": 5,
     },
 }
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    started = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield started
-    started.end()
 
 
 def killed_often(forks, script, folder, model, kills, seed):

@@ -15,7 +15,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import ROOT, make_llama, make_neox, normal, python, seeded
+from conftest import ROOT, assert_near, make_llama, make_neox, normal, python, seeded
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,15 +62,6 @@ def fast(hidden, head, targets, upstream, kernel=None):
     logps = token_logprobs(hidden, head, targets, kernel)
     logps.backward(upstream.to(logps.dtype))
     return logps.detach(), hidden.grad
-
-
-def assert_near(actual, expected, tolerance=1e-11):
-    torch.testing.assert_close(
-        actual,
-        expected,
-        rtol=tolerance,
-        atol=tolerance,
-    )
 
 
 # --- token_logprobs -------------------------------------------------------------------------------

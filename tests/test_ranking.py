@@ -84,11 +84,13 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
         {"row_id": 1, "hash": "1", "kept": "no"},
         {"row_id": 1, "hash": "1"},
         {"hash": "1", "kept": True},
+        {"row_id": [1], "hash": "1", "kept": True},
+        {"row_id": 1, "hash": "1", "kept": True, "source": {}},
     ],
 )
 def test_a_ranking_of_other_data_or_without_verdicts_is_refused(tmp_path, line):
     file = write_rows(tmp_path / "ranking.jsonl", [line])
-    with pytest.raises(UserError, match=r"row_id|kept"):
+    with pytest.raises(UserError, match=r"row_id|kept|ranking.jsonl: unhashable"):
         kept_by(numbered(3), file)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import listing, read_rows, write_pairs
+from conftest import listing, read_rows, write_pairs, write_rows
 
 import curate
 import models
@@ -53,6 +53,19 @@ def assert_equal(run, whole):
     run, whole = fingerprint(run), fingerprint(whole)
     assert run.keys() == whole.keys()
     assert [name for name in run if run[name] != whole[name]] == []
+
+
+def test_a_run_does_not_go_on_by_an_edited_ranking(train, online, files, refused):
+    paths = files()
+    file = train(paths, out="first", epochs=1).out / "weights.jsonl"
+    for call, flag, more in ((train, "weights", {"method": "mix"}), (online, "mask", {})):
+        options = {flag: file, "out": flag, "epochs": 1, **more}
+        call(paths, **options)
+        rows = read_rows(file)
+        rows[0]["weight"] += 1
+        write_rows(file, rows)
+        line = refused(lambda c=call, o=options: c(paths, resume=True, **o))
+        assert "cannot resume: data" in line
 
 
 # --- stopped --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import seeded
+from conftest import assert_near, seeded
 
 from selector import Selector, dynamic_mask, penalty, spearman, static_mask
 
@@ -48,10 +48,6 @@ def selector_of(logits):
     selector = Selector(len(logits), lr=1.0, optimizer="sgd", dtype=F64)
     selector.logits.copy_(torch.as_tensor(logits))
     return selector
-
-
-def assert_near(actual, expected, tolerance=1e-13):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 # --- one step against autograd --------------------------------------------------------------------

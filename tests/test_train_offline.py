@@ -125,6 +125,8 @@ def test_eq_frozen_uniform_bds_is_direct_mixing(train, files, rho, dtype):
     for key in ("upper_heldout", "upper_exact", "lower_original_per_token"):
         assert bds.result[key] == mix.result[key]
     assert [entry["weight"] for entry in bds.weights] == [1.0] * 19
+    # Weights that are all equal rank nothing: the final losses do.
+    assert [e["row_id"] for e in bds.weights] == [e["row_id"] for e in mix.weights]
     assert bds.metrics[0]["loss"] == free.metrics[0]["loss"]
     assert not same_adapter(bds, free)
 
@@ -337,6 +339,9 @@ def test_warm_up_and_targets(train, files):
     whole = load_file(train(paths, out="whole", **options).out / ADAPTER)
     slow = load_file(train(paths, out="slow", warmup=3, **options).out / ADAPTER)
     assert {name.split(".")[-3] for name in whole} == {"q_proj", "v_proj"}
+    default = train(paths, out="default", epochs=1)
+    typed = train(paths, out="typed", epochs=1, lora_targets="all-linear")
+    assert same_adapter(default, typed)
     for name in whole:
         if "lora_B" in name:  # begins at zero
             torch.testing.assert_close(slow[name] * 3, whole[name])

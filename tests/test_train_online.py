@@ -307,7 +307,7 @@ def test_correction_leaves_theta_alone(online, files, adapters):
     assert same_adapter(online(paths, correction=1, **steps), plain)
 
 
-def test_drop_reads_nothing_of_a_masked_row(online, files, tmp_path):
+def test_drop_reads_nothing_of_a_masked_row(online, files):
     """Other responses in the masked rows: the same theta and omega, bit for bit. All masked rows
     get the same omega, from the softmax's common part alone."""
     paths = files(lower=13, upper=6)

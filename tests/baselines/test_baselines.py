@@ -102,7 +102,7 @@ def test_the_toy_is_ranked_where_nothing_is_named(rank):
     assert made.result["rows"] == 2400
     assert made.result["kept"] == 1920
     assert 0.45 < made.result["random/auroc"] < 0.55
-    assert {"random/auroc/contrary", "random/recall/plain"} <= made.result.keys()
+    assert {"random/auroc/contrary", "random/auroc/plain"} <= made.result.keys()
     assert {"source", "row_id", "hash", "rank", "kept", "bad"} <= made.rows[0].keys()
 
 

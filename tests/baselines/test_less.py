@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_llama, make_rows, read_rows, write_rows
+from conftest import make_llama, make_rows, read_rows, tensor, write_rows
 from safetensors.torch import load_file
 
 import batches
@@ -21,10 +21,6 @@ LESS = {
     "lora_rank": 2,
     "lora_alpha": 4,
 }
-
-
-def tensor(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_eq_adam_direction_by_hand():

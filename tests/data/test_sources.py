@@ -91,7 +91,8 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
         ("x.json", '{"data": [{"prompt": "a"', "x.json: .*line 1: not valid JSON"),
         ("x.csv", 'prompt,response\na,"b\n', "x.csv behind the start"),
         ("x.csv", "prompt,response,response\na,b,c\n", "two columns have one name"),
-        ("x.csv", b"prompt,response\na,\xff\n", "x.csv behind the start: 'utf-8'"),
+        ("x.csv", b"prompt,response\na,\xff\n", "line 2: bytes that are not UTF-8"),
+        ("x.jsonl", (LINE * 3).encode("utf-16"), "4 of 4 rows .*line 1: not valid JSON"),
         ("x.parquet", "PAR1 no", "x.parquet behind the start"),
         ("x.jsonl.gz", LINE, "x.jsonl.gz behind the start: Not a gzipped"),
         (

@@ -280,7 +280,7 @@ def test_an_offline_run_and_what_keep_makes_of_it(train, files, export):
 
 
 def test_a_ranking_without_weights_and_columns_of_unknown_names(
-    rank, files, tmp_path, export, refused
+    rank, files, export, refused
 ):
     paths = files(lower=8)
     rows = [{"q": f"question {number}", "a": "x"} for number in range(8)]
@@ -296,7 +296,7 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     for line in ranked.ranked:
         line.pop("source", None)
     write_rows(ranked.file, ranked.ranked)
-    assert "names no source" in refused(lambda: export(ranked.file))
+    assert "has no source" in refused(lambda: export(ranked.file))
 
 
 def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
@@ -350,7 +350,8 @@ def test_what_holds_no_row_leaves_no_file(tmp_path, export, refused):
     ranking_of(tmp_path, [source], weight=[-1])
     assert "its weights are negative" in refused(lambda: export(file))
     write_rows(file, [{"row_id": 1, "rank": 1, "hash": "h", "source": source}])
-    assert "'kept'" in refused(lambda: export(file))
+    for flags in ([], ["--all"]):
+        assert "no kept that is true or false" in refused(lambda f=flags: export(file, *f))
     assert listing(tmp_path) == ["ranking.jsonl", "rows.jsonl"]
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import make_rows, write_rows
+from conftest import make_rows, read_rows, seeded, write_rows
+from fabricated import fabricate
 
 from evaluation.comparison import final_metrics
 from evaluation.labels import (
@@ -11,6 +12,7 @@ from evaluation.labels import (
     ranking_metrics,
 )
 from evaluation.runs import Run
+from paper.statistics import results_of
 
 
 def count_pairs(scores, bad):
@@ -28,7 +30,7 @@ def count_pairs(scores, bad):
 def test_eq_auroc_is_the_share_of_ordered_pairs(levels):
     """Mann-Whitney by mean ranks against counting, few and many ties."""
     for seed in range(15):
-        draw = torch.Generator().manual_seed(seed)
+        draw = seeded(seed)
         scores = torch.randint(0, levels, (23,), generator=draw)
         bad = torch.rand(23, generator=draw) < 0.4
         expected = count_pairs(scores.tolist(), bad.tolist())
@@ -63,39 +65,15 @@ def test_eq_ranking_metrics_by_hand():
     ]
     assert ranking_metrics(scores, bad, kinds) == {
         "auroc": pytest.approx(8 / 9),  # all pairs but (0.3 good, 0.5 other)
-        "precision": pytest.approx(2 / 3),  # the lowest three are cut, cut, good
         "auroc/cut": 1.0,
-        "recall/cut": 1.0,
         "auroc/other": pytest.approx(2 / 3),
-        "recall/other": 0.0,
     }
 
 
 def test_ranking_metrics_without_bad_rows_or_without_good_ones():
-    metrics = ranking_metrics([1.0, 2.0], [False, False], ["", ""])
-    assert metrics == {"auroc": None, "precision": None}
+    assert ranking_metrics([1.0, 2.0], [False, False], ["", ""]) == {"auroc": None}
     metrics = ranking_metrics([1.0, 2.0], [True, True], ["x", "x"])
-    assert metrics == {
-        "auroc": None,
-        "precision": 1.0,
-        "auroc/x": None,
-        "recall/x": 1.0,
-    }
-
-
-def test_precision_and_recall_do_not_depend_on_the_files_order():
-    """Ties at the border: the mean over all orders of the file, which rounding alone moves."""
-    scores = [0.0, 1, 1, 1, 1, 2, 2]
-    bad = [True, True, False, True, False, False, True]
-    kinds = ["a", "a", "", "b", "", "", "b"]
-    expected = ranking_metrics(scores, bad, kinds)
-    # Four are flagged: the one below, and three of the four that tie, two of which are bad.
-    assert expected["precision"] == pytest.approx((1 + 2 * 3 / 4) / 4)
-    assert expected["recall/a"] == pytest.approx((1 + 3 / 4) / 2)
-    assert expected["recall/b"] == pytest.approx((3 / 4 + 0) / 2)
-    for shift in range(1, 7):
-        turned = [values[shift:] + values[:shift] for values in (scores, bad, kinds)]
-        assert ranking_metrics(*turned) == pytest.approx(expected)
+    assert metrics == {"auroc": None, "auroc/x": None}
 
 
 def test_a_bad_row_without_a_kind_is_called_bad():
@@ -105,32 +83,50 @@ def test_a_bad_row_without_a_kind_is_called_bad():
     assert {key for key in metrics if key.count("/") > 1} == {
         "weight/auroc/bad",
         "weight/auroc/cut",
-        "weight/recall/bad",
-        "weight/recall/cut",
     }
 
 
 def test_eq_figures_of_a_run_are_those_of_its_file(train, tmp_path, files):
-    """Of all its rankings, and of each kind of bad rows, by counting pairs."""
+    """Of all its rankings, and of each kind of bad rows of two sources, by counting pairs."""
     paths, source = files(upper=6), make_rows(14, seed=13)
     for number, row in enumerate(source):
         row |= {"bad": number % 3 == 0, "kind": ("cut", "other")[number % 2]}
-    paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    run = train(paths, batch=14, epochs=1, omega_lr=5, correction=0.5)
+    write_rows(tmp_path / "b.jsonl", source[:8])
+    paths["lower"] = [
+        tmp_path / "b.jsonl",
+        write_rows(tmp_path / "a.jsonl", source[8:]),
+    ]
+    run = train(paths, batch=14, epochs=1, omega_lr=5)
     assert not [key for key in run.result if "auroc" in key]
-    for row in run.weights:
-        row["corrected"] = 0.5 * row["attainable_loss"] - row["final_loss"]
     columns = {
         "weight": ("weight", 1),
         "base": ("base_loss", -1),
         "final": ("final_loss", -1),
-        "length": ("length", 1),
-        "corrected": ("corrected", 1),
     }
     figures = final_metrics(Run(run.out))
     for name, (column, sign) in columns.items():
-        for key in ("cut", "other"):
-            rows = [row for row in run.weights if not row["bad"] or row["kind"] == key]
+        for end, kinds in (
+            ("", ("cut", "other")),
+            ("/cut", ("cut",)),
+            ("/other", ("other",)),
+        ):
+            rows = [row for row in run.weights if not row["bad"] or row["kind"] in kinds]
             scores = [sign * row[column] for row in rows]
             share = count_pairs(scores, [row["bad"] for row in rows])
-            assert figures[f"{name}/auroc/{key}"] == pytest.approx(share)
+            assert figures[f"{name}/auroc{end}"] == pytest.approx(share)
+
+
+def test_tables_have_the_figures_of_a_run_and_not_those_measured_again(tmp_path):
+    run = fabricate(tmp_path / "run")
+    (run / "losses.json").write_text('{"upper_heldout": 9.0}')
+    (figures,) = results_of({"BDS": [run / "result.json"]})["BDS"]
+    assert figures["upper_heldout"] == 0.3
+    assert figures["weight/auroc"] == final_metrics(Run(run))["weight/auroc"]
+
+
+def test_a_damaged_row_is_one_line(tmp_path, refused):
+    run = fabricate(tmp_path / "run")
+    rows = read_rows(run / "weights.jsonl")
+    del rows[3]["base_loss"]
+    write_rows(run / "weights.jsonl", rows)
+    assert "weights.jsonl" in refused(lambda: final_metrics(Run(run)))

@@ -210,7 +210,7 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
         [row | {"bad": row["row_id"] < 9} for row in read_rows(run / "weights.jsonl")],
     )
     # A part of a file may have trained: the ranking then has more rows than the run.
-    file = write_rows(tmp_path / "r.jsonl", [*ranking, {**ranking[0], "row_id": 99}])
+    file = write_rows(tmp_path / "a b.jsonl", [*ranking, {**ranking[0], "row_id": 99}])
     text, page, words = make_page(tmp_path, run, row_tests=file)
     assert "10 of 20 rows look bad." in words
     kept = {row["row_id"] for row in read_rows(run / "weights.jsonl") if row["kept"]}
@@ -220,9 +220,9 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     ):
         count = len(kept & set(rows))
         assert f"<tr><td>{reason}</td><td>{len(rows)}</td><td>{count}</td></tr>" in text
-    assert f"--keep {file}" in words
+    assert f"--keep '{file}'" in words
     assert "(AUROC against the known labels: row tests 1.000" in words
-    assert f"python eval.py export {file}" in words.split("Held-out")[0]
+    assert f"python eval.py export '{file}'" in words.split("Held-out")[0]
     by_id = {row["row_id"]: row["reason"] for row in ranking}
     for rank, row_id in column(page, "row_id").items():
         assert column(page, "reason")[rank] == by_id[row_id]
@@ -235,13 +235,14 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
         ({"row_id": 77}, "belongs to other data"),
         ({"source": "/data/lower.jsonl"}, "names its sources in another way"),
         ({"row_id": 3}, "stands in the file twice"),
-        ({"reason": "gone"}, "has no column reason"),
+        ({"reason": "gone"}, "has no columns reason and surprise"),
+        ({"surprise": "gone"}, "has no columns reason and surprise"),
     ],
 )
 def test_a_ranking_of_other_data_is_refused(tested, tmp_path, refused, change, words):
     run, ranking = tested
-    if change == {"reason": "gone"}:
-        del ranking[5]["reason"]
+    if "gone" in change.values():
+        del ranking[5][next(iter(change))]
     else:
         ranking[5] |= change
     file = write_rows(tmp_path / "r.jsonl", ranking)

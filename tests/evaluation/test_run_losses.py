@@ -80,7 +80,7 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     assert row["lower_refined"]["mean"] == loss
 
 
-def test_rows_that_have_changed_are_refused(files, train, tmp_path, refused):
+def test_rows_that_have_changed_are_refused(files, train, refused):
     """More rows at the end of the file are other rows, too, also for a run on kept ones."""
     paths = files(lower=20)
     run = train(paths, epochs=1, lr=0.01)
@@ -113,6 +113,9 @@ def test_what_is_no_finished_run_is_refused(files, train, folders, tmp_path, ref
         line = refused(lambda n=name: front.main(["losses", str(n)]))
         assert f"{name}: not a run folder" in line
     run = train(files(), epochs=1)
+    result = (run.out / "result.json").rename(run.out / "away.json")
+    assert "no result.json" in refused(lambda: measure(run))
+    result.rename(run.out / "result.json")
     shutil.rmtree(run.out / "adapter")
     assert f"{run.out}/adapter" in refused(lambda: measure(run))
 

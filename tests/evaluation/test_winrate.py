@@ -72,7 +72,7 @@ def test_eq_win_rate_by_hand():
             winrate.win_rate(wrong)
 
 
-def test_rate_of_models_against_references(tmp_path, capfd, refused):
+def test_rate_of_models_against_references(tmp_path, capfd):
     """Names come from a file: they cannot steer a terminal."""
     rows = []
     for base, model, verdicts in (
@@ -110,6 +110,7 @@ def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path)
         b"[1]",
         b"[]",
         b'[{"instruction": "a"}]',
+        b'[{"instruction": ["a"], "output": "x"}]',
     ],
 )
 def test_damaged_files_are_one_line(tmp_path, refused, content):

@@ -30,7 +30,7 @@ def test_the_model_is_written_with_its_chat_template(tmp_path):
     assert "Paris" in tokenizer.decode(answer[0])
 
 
-def test_a_missing_package_is_one_line(tmp_path):
+def test_a_missing_package_is_one_line():
     code = (
         "import importlib.util, runpy, sys; importlib.util.find_spec = lambda name: None; "
         "sys.argv = ['smollm2.py', 'nowhere']; "

@@ -76,7 +76,7 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd, refused):
     assert "seed-0: made by another command" in line and "another --name" in line
 
 
-def test_one_row_of_the_safety_table_by_pairs(here, folders, capsys):
+def test_one_row_of_the_safety_table_by_pairs(here, folders):
     words = ["table3-dpo", "--scale", "small", "--seeds", "1", "--only", "online dynamic"]
     words += ["--data", tiny(here, folders, pairs=True)]
     words += ["--train", TINY + " --upper-loss dpo"]

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 import safetensors
 import torch
-from conftest import ROOT, listing, python
+from conftest import ROOT, listing, python, started
 
 from runtime import command
 from utils import UserError
@@ -79,6 +79,20 @@ def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatc
     assert sys.argv == ["train_offline.py", "--seed", "1"]
 
 
+def test_an_error_that_caused_itself_has_an_end(tmp_path):
+    """The hook for uncaught errors follows causes; those of `datasets` may go round."""
+    (tmp_path / "empty.jsonl").touch()
+    words = ["--model", "toy/model", "--lower", tmp_path / "empty.jsonl", "--debug"]
+    words += ["--out", tmp_path / "x.jsonl"]
+    process = started("-m", "row_tests", *words, stderr=subprocess.PIPE)
+    assert "holds no rows" in process.communicate(timeout=60)[1]
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    command.run(lambda: None)
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("size mismatch"), ValueError("x"), KeyError("y")]
 )
@@ -137,23 +151,13 @@ def test_no_flag_is_abbreviated_and_a_wrong_number_says_its_kind():
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
 def test_a_closed_pipe_ends_quietly(lines):
     """As under `| head`: exit code 0, nothing on stderr."""
-    words, environment = python(
-        "-c",
-        (
-            "from runtime import command\nimport sys\n"
-            "def main():\n    sys.stdin.readline()\n"
-            f"    for n in range({lines}):\n        print('line', n)\ncommand.run(main)"
-        ),
+    code = (
+        "from runtime import command\nimport sys\n"
+        "def main():\n    sys.stdin.readline()\n"
+        f"    for n in range({lines}):\n        print('line', n)\ncommand.run(main)"
     )
-    with subprocess.Popen(
-        words,
-        env=environment,
-        cwd=ROOT,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started("-c", code, **pipes) as process:
         process.stdout.close()
         process.stdin.write("go\n")
         process.stdin.close()

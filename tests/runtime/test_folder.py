@@ -8,11 +8,10 @@ import subprocess
 import pytest
 import torch
 from conftest import (
-    ROOT,
     copy_tree,
     flags,
     listing,
-    python,
+    started,
     write_files,
     write_pairs,
 )
@@ -36,15 +35,7 @@ time.sleep(60)
 
 
 def owner(out):
-    command, environment = python("-c", OWNER, out)
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    return started("-c", OWNER, out, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("resume", [False, True])

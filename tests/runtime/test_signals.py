@@ -10,16 +10,8 @@ import time
 
 import pytest
 from conftest import ROOT, flags, listing, python, write_files
-from forking import Forks
 
 CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-
-
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory):
-    started = Forks(tmp_path_factory.mktemp("forks") / "log")
-    yield started
-    started.end()
 
 
 def command_of(folder, folders, out, **more):
