@@ -69,11 +69,12 @@ def _folder_parts(folder, split):
             if isinstance(saved, datasets.DatasetDict):
                 saved = saved[split or "train"]
             return [saved]
-    files = []
+    visible = []
     for path in sorted(folder.rglob("*")):
         hidden = "/." in f"/{path.relative_to(folder)}"
-        if _is_data(path) and path.is_file() and not hidden:
-            files.append(path)
+        if path.is_file() and not hidden:
+            visible.append(path)
+    files = list(filter(_is_data, visible))
     # Without a split, files named "train" win: test files beside them must not slip into training.
     chosen = _named(files, folder, re.escape(split or "train"))
     if not split and not chosen:
@@ -85,11 +86,11 @@ def _folder_parts(folder, split):
             f"as {folder}@test"
         )
     _refuse_twins(chosen)
-    left_out = [str(path) for path in files if path not in chosen]
+    left_out = [str(path) for path in visible if path not in chosen]
     if left_out and not split:
         print(
-            f"{folder}: reads {len(chosen)} of {len(files)} files; for --upper-heldout or "
-            f"--lower-heldout there are {', '.join(left_out[:9])}"
+            f"{folder}: reads {len(chosen)} of {len(visible)} files, and not "
+            f"{', '.join(left_out[:9])}; held-out ones are for --upper-heldout or --lower-heldout"
         )
     return chosen
 

@@ -11,7 +11,7 @@ import sys
 def _uncaught(kind, error, trace):
     """Python's hook for an error that nobody caught: one line where an interrupt is its cause."""
     chain = [error]  # which may go round in a circle
-    while chain[-1] is not None and chain[-1] not in chain[:-1]:
+    while chain[-1] not in (None, *chain[:-1]):
         chain.append(chain[-1].__cause__ or chain[-1].__context__)
     if not any(isinstance(cause, KeyboardInterrupt) for cause in chain):
         sys.__excepthook__(kind, error, trace)

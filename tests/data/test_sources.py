@@ -241,7 +241,8 @@ def test_values_of_json_columns_are_decoded(load, tmp_path):
 
 
 def test_folder_of_files(load, tmp_path, capsys):
-    """Files called "train" win; a hidden file and a folder behind a link are not read."""
+    """Files called "train" win; a hidden file and a folder behind a link are not read. What is no
+    data file is named."""
     folder = tmp_path / "set"
     for name in (
         "train-00000.jsonl",
@@ -249,13 +250,14 @@ def test_folder_of_files(load, tmp_path, capsys):
         "test/part.jsonl",
         "trainer.jsonl",
         ".cache/train.jsonl",
+        "more.csv.zst",
     ):
         write(folder / name, json.dumps({"prompt": name, "response": "x"}))
     (folder / "more").symlink_to(folder)
     rows, _ = load("set")
     assert rows["prompt"][:] == ["train-00000.jsonl", "train-00001.jsonl"]
     assert rows["row_id"][:] == [0, 1]
-    assert "set: reads 2 of 4 files" in capsys.readouterr().out
+    assert "set: reads 2 of 5 files" in capsys.readouterr().out
     rows, _ = load("set@test")
     assert rows["prompt"][:] == ["test/part.jsonl"]
     with pytest.raises(UserError, match=r"set: no .*file of a split 'dev'"):
@@ -271,7 +273,7 @@ def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, 
     for name in ("data", word, "latest"):
         write(folder / f"{name}.jsonl", json.dumps({"prompt": name, "response": "x"}))
     assert load("set")[0]["prompt"][:] == ["data", "latest"]
-    said = f"reads 2 of 3 files; for --upper-heldout or --lower-heldout there are {folder / word}"
+    said = f"reads 2 of 3 files, and not {folder / word}.jsonl; held-out"
     assert said in capsys.readouterr().out
     assert load(f"set@{word}")[0]["prompt"][:] == [word]
     write(tmp_path / "other" / f"{word}.jsonl")
