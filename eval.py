@@ -41,7 +41,7 @@ def add_command(commands, name, call, reads=None):
         parser.add_argument(
             "run",
             metavar="RUN",
-            help="run folder; keep, export: or a ranking; qa: or a model",
+            help="a run folder; keep and export also take a ranking, qa also a model",
         )
     return parser.add_argument
 

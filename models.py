@@ -198,11 +198,9 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 
 def _switch_off_dropout(model):
     """Log-probs that enter a ratio must be functions of theta alone."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):  # such as an attention's
-            if "drop" in name and isinstance(value, float):
+    for module in [*model.modules(), model.config]:  # some models read it in their forward
+        for name, value in vars(module).items():
+            if ("drop" in name or name == "p") and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

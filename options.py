@@ -89,7 +89,7 @@ def add_arguments(parser):
         choices=("auto", "float32", "bfloat16", "float64"),
         default="auto",
         help="dtype of the base; auto: bfloat16 on CUDA, and for hidden sizes from 512 on CPUs "
-        "that multiply it, else float32; the adapter is float32, of a float64 base float64",
+        "that multiply it, else float32; the adapter is float32, or float64 on a float64 base",
     )
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add(
@@ -118,7 +118,11 @@ def add_arguments(parser):
         help="share of the lower rows marked kept",
     )
     add("--save-every", type=COUNT, default=200, help="steps between checkpoints")
-    add("--resume", action="store_true", help="continue the run in --out, on a CPU bit for bit")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue the run in --out, on a CPU bit for bit",
+    )
 
 
 def add_step_arguments(parser):

@@ -258,7 +258,7 @@ def enter_run(args, rows, learner, selector):
     }
     for flag in ("mask", "weights"):  # files of which the rows' hashes say nothing
         file = getattr(args, flag, None)
-        if file and Path(file).is_file():
+        if file not in (None, "static", "dynamic"):
             config["data"][flag] = content_hash(Path(file).read_text())
     out = folder.open_run(args.out, config, args.resume, FREE_TO_CHANGE)
     if processes.rank() == 0:
@@ -388,6 +388,15 @@ def selector_report(selector, out, epoch):
 # --- after the last step --------------------------------------------------------------------------
 
 
+def check_final(run, losses):
+    """`UserError` where a loss (N,) under the final model is not finite."""
+    if not torch.isfinite(losses).all():
+        raise UserError(
+            f"{run.out}: losses under the final model are not finite; lower --lr and start again "
+            "in another --out"
+        )
+
+
 def judge_lower(args, run):
     """What the final model says of each lower row: columns of weights.jsonl, implicit weights.
 
@@ -397,11 +406,7 @@ def judge_lower(args, run):
     model = run.learner.model
     lower = run.rows.lower
     losses, lengths = row_losses(model, lower, label="final losses")
-    if not torch.isfinite(losses).all():
-        raise UserError(
-            f"{run.out}: losses under the final model are not finite; lower --lr and start again "
-            "in another --out"
-        )
+    check_final(run, losses)
     columns = {"base_loss": run.base.losses, "final_loss": losses, "length": lengths}
     implicit = -losses
     if run.learner.theta_hat is not None:
@@ -435,6 +440,7 @@ def result_of(args, run, ranked):
         result |= mean_losses(losses[kept], lengths[kept], "lower_kept")
     else:  # the same rows for every method, and the selection that this run was given
         every = row_losses(model, run.rows.all_lower, label="all lower losses")
+        check_final(run, every[0])
         result |= mean_losses(*every, "lower_original")
         result |= mean_losses(losses, lengths, "lower_kept")
     return result

@@ -89,7 +89,7 @@ def _folder_parts(folder, split):
     left_out = [str(path) for path in visible if path not in chosen]
     if left_out and not split:
         print(
-            f"{folder}: reads {len(chosen)} of {len(visible)} files, and not "
+            f"{folder}: reads {len(chosen)} of {len(visible)} files; the rest begins with "
             f"{', '.join(left_out[:9])}; held-out ones are for --upper-heldout or --lower-heldout"
         )
     return chosen
@@ -238,8 +238,7 @@ def _only_list(document, path):
 
 def _csv_rows(path):
     csv.field_size_limit(2**31 - 1)
-    options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-    with open(path, **options) as file:
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         _check_header(reader.fieldnames or ())
         for row in reader:

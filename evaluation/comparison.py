@@ -54,7 +54,8 @@ def without_seed(value, seed):
 def same_value(one, two, flag):
     """Whether two runs have the same argument, as it is or less their seeds.
 
-    A model's name may hold the number of a seed: SmolLM2 and seed 2.
+    A model's name may hold the number of a seed: SmolLM2 and seed 2. A path that holds both is
+    taken for another one.
     """
     before = getattr(one.args, flag, None)
     after = getattr(two.args, flag, None)
@@ -181,7 +182,7 @@ def comparison_rows(runs):
         finals = [final_metrics(run) for run in members]
         keys = [*COLUMNS, *PER_TOKEN]
         # The label metrics of kept rows alone compare with no other run.
-        if getattr(members[0].args, "keep", None) is None:
+        if not getattr(members[0].args, "keep", None):
             keys += sorted({key for final in finals for key in final if "/auroc" in key})
         for key in keys:
             values = [final[key] for final in finals if final.get(key) is not None]

@@ -64,7 +64,7 @@ def run_label_metrics(run):
     """`label_metrics` of a finished run's rankings: by weight and by losses.
 
     run: an `evaluation.runs.Run`. Labels describe the originals, and omega has judged the new
-    answers of masked rows: those of an online run are left out.
+    answers of masked rows: an online run's masked rows are left out.
     """
     path = run.folder / "weights.jsonl"
     first = next(each_jsonl(path), {}) if path.exists() else {}
@@ -86,4 +86,4 @@ def run_label_metrics(run):
         for name in LABELS:
             if name in first:
                 labels[name] = [row[name] for row in rows]
-    return label_metrics(labels, scores)
+        return label_metrics(labels, scores)

@@ -53,10 +53,10 @@ def run_keep(args):
     if not args.out and source.name == "weights.jsonl":
         out = source.with_name("kept.jsonl")
     rows = read_ranking(source)
-    check_output(out, source, source.parent, *{row.get("source") for row in rows})
     if by not in rows[0]:
         raise UserError(f"--by {by}: {source} has the columns {', '.join(rows[0])}")
     with reading(source):
+        check_output(out, source, source.parent, *{row.get("source") for row in rows})
         how = sort_by(rows, by)
     rows.sort(key=lambda row: row.get("reason") is not None)
     flagged = sum(row.get("reason") is not None for row in rows)
@@ -68,7 +68,7 @@ def run_keep(args):
     lines = []
     for rank, row in enumerate(rows, 1):
         lines.append(row | {"rank": rank, "kept": rank <= limit})
-    with reading(source):
+    with reading(out):
         utils.write_jsonl(out, lines)
     words = f"kept {limit} of {len(rows)} rows {how}"
     if flagged:

@@ -47,7 +47,10 @@ def read_json(path):
 
 
 def read_config(folder):
-    """`config.json`: {"args", "environment", "data", "model"}; data holds a hash of each set."""
+    """`config.json`: {"args", "environment", "data", "model"}.
+
+    data holds a hash of each set, and of the files of --mask and --weights.
+    """
     path = Path(folder) / "config.json"
     config = read_json(path) if path.is_file() else {}
     if "args" not in config:

@@ -50,10 +50,9 @@ def read_list(path, needed):
     if not rows:
         raise UserError(f"{path}: holds no rows")
     for number, row in enumerate(rows, 1):
-        is_whole = isinstance(row, dict) and row.keys() >= set(needed)
-        if not is_whole or isinstance(row.get("instruction"), (list, dict)):
+        if not isinstance(row, dict) or not row.keys() >= set(needed):
             raise UserError(
-                f"{path} row {number}: must be an object with {', '.join(needed)}, texts"
+                f"{path} row {number}: must be an object with {', '.join(needed)}"
             )
     return rows
 

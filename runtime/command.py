@@ -178,8 +178,8 @@ def _in_one_line(error, resumes):
         return line
     # tokenizers raises plain exceptions.
     package = type(error).__module__.partition(".")[0]
-    is_plain = type(error) in (Exception, EOFError)
-    if package in LIBRARIES or is_plain or isinstance(error, UnicodeError):
+    is_plain = type(error) is Exception or isinstance(error, (EOFError, UnicodeError))
+    if package in LIBRARIES or is_plain:
         return first_line(error)
     return None
 

@@ -273,7 +273,7 @@ def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, 
     for name in ("data", word, "latest"):
         write(folder / f"{name}.jsonl", json.dumps({"prompt": name, "response": "x"}))
     assert load("set")[0]["prompt"][:] == ["data", "latest"]
-    said = f"reads 2 of 3 files, and not {folder / word}.jsonl; held-out"
+    said = f"reads 2 of 3 files; the rest begins with {folder / word}.jsonl; held"
     assert said in capsys.readouterr().out
     assert load(f"set@{word}")[0]["prompt"][:] == [word]
     write(tmp_path / "other" / f"{word}.jsonl")

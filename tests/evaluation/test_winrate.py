@@ -110,7 +110,6 @@ def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path)
         b"[1]",
         b"[]",
         b'[{"instruction": "a"}]',
-        b'[{"instruction": ["a"], "output": "x"}]',
     ],
 )
 def test_damaged_files_are_one_line(tmp_path, refused, content):
