@@ -370,7 +370,7 @@ def fit_causes(surprising):
     """
     share = torch.full((surprising.shape[1],), RARE, dtype=surprising.dtype)
     mean = torch.full_like(share, FAULTY)
-    for _ in range(50):
+    for _ in range(50):  # rounds
         odds = log_odds(surprising, share, mean)
         good = torch.zeros_like(odds[:, :1])
         chances = torch.cat([good, odds], dim=1).softmax(dim=1)

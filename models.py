@@ -198,7 +198,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
 
 def _switch_off_dropout(model):
     """Log-probs that enter a ratio must be functions of theta alone."""
-    for module in [*model.modules(), model.config]:  # some models read it in their forward
+    # Some models read their configuration in the forward; "p" is the rate of torch's Dropout.
+    for module in [*model.modules(), model.config]:
         for name, value in vars(module).items():
             if ("drop" in name or name == "p") and isinstance(value, float):
                 setattr(module, name, 0.0)
@@ -218,7 +219,7 @@ def add_lora(
     """
     import peft
 
-    if targets == ["all-linear"]:  # typed
+    if targets == ["all-linear"]:  # --lora-targets is a list when it is typed
         targets = "all-linear"
     if adapter is None:
         config = peft.LoraConfig(

@@ -1,5 +1,7 @@
 """How well rankings find rows that are known to be bad. No training step reads these labels."""
 
+import functools
+
 import torch
 
 from data.layouts import LABELS
@@ -60,6 +62,7 @@ def label_metrics(labels, scores):
     return metrics
 
 
+@functools.cache  # the report asks twice
 def run_label_metrics(run):
     """`label_metrics` of a finished run's rankings: by weight and by losses.
 

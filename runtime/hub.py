@@ -23,9 +23,8 @@ def hub_answers(info, name, what):
         ) from None
     except hub.errors.HfHubHTTPError:
         pass  # it answered, with another error: the loader asks again and says what is wrong
-    except Exception:
-        # The library's version decides whose errors these are (requests', httpx', its own), and
-        # whatever keeps the hub from being reached, what is in the local cache still loads.
+    except Exception:  # requests', httpx' or its own: the library's version decides
+        # Whatever keeps the hub from being reached, what is in the local cache still loads.
         if not hub.constants.HF_HUB_OFFLINE and os.environ.get("RANK", "0") == "0":
             print(
                 "note: the hub cannot be reached; only what is in its local cache is loaded"
