@@ -469,7 +469,7 @@ def token_logps(model, batch, reference=False, greedy=False):
     """log p of every response token of the packed rows; the arguments of `sequence_logprobs`.
 
     Returns (logps (n,) nats, row (n,) which row of the batch each belongs to), in the order of
-    `response_mask`; with greedy also (n,) bool, whether no other token is likelier.
+    `response_mask`; with greedy also (n,) bool, whether greedy decoding takes the token.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     attention = causal_lm.config._attn_implementation

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import logprobs
+from runtime.command import reading
 from runtime.hub import hub_answers
 from runtime.processes import sum_gradients, world_size
 from utils import UserError, first_line
@@ -66,23 +67,12 @@ def _check_source(name):
     hub_answers("model_info", name, "model")
 
 
-@contextlib.contextmanager
-def _reading(name, what):
-    """Broken files raise anything from OSError to AttributeError: one line for all of them."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{name}: {what} cannot be loaded ({first_line(error)})") from error
-
-
 def load_tokenizer(name):
     """The tokenizer of a hub name or local folder."""
     from transformers import AutoTokenizer
 
     _check_source(name)
-    with _reading(name, "the tokenizer"):
+    with reading(f"{name}: the tokenizer cannot be loaded"):
         return AutoTokenizer.from_pretrained(name)
 
 
@@ -91,7 +81,7 @@ def load_config(name):
     from transformers import AutoConfig
 
     _check_source(name)
-    with _reading(name, "the model"):
+    with reading(f"{name}: the model cannot be loaded"):
         config = AutoConfig.from_pretrained(name)
     if config.is_encoder_decoder:
         raise UserError(f"{name}: an encoder-decoder model; these scripts train decoders")
@@ -151,7 +141,7 @@ def _read_weights(name, device, dtype, four_bit):
         )
         options["device_map"] = {"": device}
     transformers.logging.set_verbosity_error()  # its load report; ours is one line
-    with _reading(name, "the model"):
+    with reading(f"{name}: the model cannot be loaded"):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, **options
         )
@@ -229,7 +219,7 @@ def add_lora(
             target_modules=targets,
             task_type="CAUSAL_LM",
         )
-        with _reading("--lora-targets", f"an adapter on {targets}"):
+        with reading(f"--lora-targets: no adapter on {targets}"):
             model = peft.get_peft_model(model, config)
     else:
         model = _load_adapter(model, adapter)
@@ -247,7 +237,7 @@ def _load_adapter(model, adapter):
 
     options = {"is_trainable": True, "ignore_mismatched_sizes": True}
     with (
-        _reading(adapter, "the LoRA adapter"),
+        reading(f"{adapter}: the LoRA adapter cannot be loaded"),
         warnings.catch_warnings(action="ignore"),
     ):
         model = peft.PeftModel.from_pretrained(model, adapter, **options)

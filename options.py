@@ -295,6 +295,8 @@ def report_unread(args, given):
         unread += ["num_answers", "ratio", "temperature"]
         if args.mask != "dynamic":
             unread.append("k_gen")
+        if args.mask not in ("static", "dynamic"):
+            unread.append("first_refresh")
     if getattr(args, "mask", "static") not in ("static", "dynamic"):
         unread.append("ratio_masked")
     flags = [

@@ -48,13 +48,10 @@ def original_scores(omega, masked, implicit, mask_is_ranked):
     return shares
 
 
-def counted_weights(selector, masked=None):
+def counted_weights(selector, masked):
     """N softmax(omega), (N,); 0 for a masked (N,) bool row whose loss omega never saw."""
-    weights = selector.weights().cpu()
-    if masked is None:
-        return weights
     unread = selector.last_losses.isnan().cpu()
-    return weights.masked_fill(masked & unread, 0.0)
+    return selector.weights().cpu().masked_fill(masked & unread, 0.0)
 
 
 # --- ranking files --------------------------------------------------------------------------------
@@ -102,7 +99,7 @@ def listed(rows, file, column):
                 raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
             if line[column] is None:
                 raise UserError(f"{file} row {number}: {column} is null")
-            key = (several and line.get("source"), line["row_id"])
+            key = (line.get("source") if several else None, line["row_id"])
             value = (line["hash"], line[column])
             if values.setdefault(key, value) != value:
                 raise UserError(
@@ -112,7 +109,8 @@ def listed(rows, file, column):
     result = []
     columns = (rows["source"][:], rows["row_id"][:], rows["hash"][:])
     for source, row_id, content in zip(*columns, strict=True):
-        listed_hash, value = values.pop((several and source, row_id), (content, None))
+        key = (source if several else None, row_id)
+        listed_hash, value = values.pop(key, (content, None))  # None: it is not listed
         if listed_hash != content:
             raise UserError(
                 f"{file}: row_id {row_id} of {source} has hash {listed_hash}, the rows have "
@@ -121,8 +119,8 @@ def listed(rows, file, column):
         result.append(value)
     if values:
         print(
-            f"warning: {len(values)} rows that {file} lists are not among these rows; several "
-            "sources must be named as they were named for the ranking"
+            f"warning: {len(values)} rows that {file} lists are not among these rows, which may "
+            "be for --keep; several sources must be named as they were named for the ranking"
         )
     if None in result:
         print(

@@ -64,12 +64,8 @@ class Plan:
     total_steps: int
     schedule: list
 
-    def ends_epoch(self, step):
-        """Whether a step is the last one of its epoch, or of the run."""
-        return (step + 1) % self.steps_per_epoch == 0 or step + 1 == self.total_steps
-
-    def saves(self, step, every):
-        """Whether a checkpoint is written behind a step."""
+    def is_last(self, step, every):
+        """Whether a step is the last one of `every` steps, or of the run."""
         return (step + 1) % every == 0 or step + 1 == self.total_steps
 
 
@@ -155,17 +151,19 @@ def set_up(args, device, tokenizer, rows, plan):
 
 def read_sets(args, tokenizer):
     """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
+    folder.check_free(Path(args.out), args.resume)  # before the hours of reading
     config = models.load_config(args.model)
     rows = sets.load_levels(args, tokenizer, models.context_length(config))
-    if getattr(args, "keep", None):
-        kept = ranking.kept_by(rows.lower, args.keep)
-        places = [place for place, verdict in enumerate(kept) if verdict]
-        rows = replace(rows, lower=rows.lower.select(places))
     sets.check_vocabulary(rows.by_name(), config)
     for name, level in rows.by_name().items():
         tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(rows.reports.get(name, {}))
         print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
+    if getattr(args, "keep", None):
+        kept = ranking.kept_by(rows.lower, args.keep)
+        places = [place for place, verdict in enumerate(kept) if verdict]
+        rows = replace(rows, lower=rows.lower.select(places))
+        print(f"--keep {args.keep}: {len(places)} of {len(kept)} lower rows train")
     print("trained tokens in brackets: " + show_example(rows.lower[0], tokenizer))
     return rows
 
@@ -203,7 +201,7 @@ def budget_steps(budget, lengths, batch, seed):
 
 def make_learner(args, device):
     """Model, adapter and optimisers. Draws from torch's global generator, which it seeds."""
-    folder.seed_everything(args.seed)
+    torch.manual_seed(args.seed)
     base = models.load_model(
         args.model, device, args.dtype, args.four_bit, on_host=args.fsdp
     )
@@ -321,8 +319,8 @@ def check_finite(step, norm, losses, lower, places):
     if torch.isfinite(norm):
         return
     bad = places[~torch.isfinite(losses.cpu())]
-    row_ids = lower.select(bad.tolist())["row_id"][:]
-    where = f"lower row_ids {row_ids}" if row_ids else "no lower row's loss is the cause"
+    keys = list(sets.each_row(lower.select(bad.tolist()), "source", "row_id"))
+    where = f"lower rows {keys}" if keys else "no lower row's loss is the cause"
     raise UserError(
         f"step {step}: the loss or its gradient is not finite ({where}); lower --lr or remove "
         "such rows, and start again in another --out"
@@ -426,6 +424,13 @@ def result_of(args, run, ranked):
     losses = ranked["final_loss"]
     lengths = ranked["length"]
     kept = ranked["kept"]
+    every = (losses, lengths)
+    if (
+        run.rows.all_lower is not lower
+    ):  # all were read; those that --keep left count as kept
+        every = row_losses(model, run.rows.all_lower, label="all lower losses")
+        check_final(run, every[0])
+        kept = slice(None)
     result = {
         "method": args.method,
         "seed": args.seed,
@@ -434,15 +439,9 @@ def result_of(args, run, ranked):
         "dtype": str(model.dtype).removeprefix("torch."),
         **run.base.metrics,
         **{key: last[key] for key in held_out},
+        **mean_losses(*every, "lower_original"),
+        **mean_losses(losses[kept], lengths[kept], "lower_kept"),
     }
-    if run.rows.all_lower is lower:
-        result |= mean_losses(losses, lengths, "lower_original")
-        result |= mean_losses(losses[kept], lengths[kept], "lower_kept")
-    else:  # the same rows for every method, and the selection that this run was given
-        every = row_losses(model, run.rows.all_lower, label="all lower losses")
-        check_final(run, every[0])
-        result |= mean_losses(*every, "lower_original")
-        result |= mean_losses(losses, lengths, "lower_kept")
     return result
 
 

@@ -37,7 +37,6 @@ from functools import partial
 import batches
 import models
 import options
-import ranking
 import session
 from logprobs import pack, sequence_logprobs
 from runtime import command, folder
@@ -199,12 +198,12 @@ def train(args, run):
         metrics |= session.loss_metrics(rho, losses, weights * losses.lower)
         trained = lower_batch + batches.sequences(upper_batch)
         metrics["tokens"] = batches.count_tokens(trained)
-        if plan.ends_epoch(step):
+        if plan.is_last(step, every=plan.steps_per_epoch):
             metrics |= session.held_out_metrics(model, rows, run.reference)
             if bilevel:
                 metrics |= session.selector_report(selector, run.out, epoch + 1)
         log.write(metrics, started)
-        if plan.saves(step, args.save_every):
+        if plan.is_last(step, every=args.save_every):
             state = {"selector": selector.state_dict(), **learner.state_dict()}
             folder.save_checkpoint(run.out, step + 1, model, state)
     log.close()
@@ -215,7 +214,7 @@ def finish(args, run):
     columns, scores = session.judge_lower(args, run)
     if args.method == "bds" and args.omega_lr > 0:  # else omega ranks nothing
         scores = run.selector.logits.cpu()
-    columns = {"weight": ranking.counted_weights(run.selector), **columns}
+    columns = {"weight": run.selector.weights().cpu(), **columns}
     ranked = session.save_ranking(run, scores, columns, args.keep_fraction)
     result = session.result_of(args, run, ranked)
     return session.save_and_print(args, run, result)

@@ -134,6 +134,8 @@ def parse_args(argv=None):
         raise UserError(
             "--turns all: an online run rewrites one answer a row; use --turns last"
         )
+    if args.ratio == "lambda" and args.num_answers == 1:
+        raise UserError("--ratio lambda: that of a single answer is 1; give --num-answers")
     return args
 
 
@@ -170,16 +172,18 @@ def plan_masks(args, plan, lower):
         )
     steps_left = plan.total_steps - 1 - args.first_refresh
     last_refresh = args.first_refresh + steps_left // args.k_gen * args.k_gen
-    print(
-        f"mask: {num_masked} of {plan.num_rows} rows; a refresh every {args.k_gen} steps, the last "
-        f"before step {last_refresh}"
+    print(f"mask: {num_masked} of {plan.num_rows} rows")
+    if args.refine == "generate" or args.mask == "dynamic":
+        print(f"a refresh every {args.k_gen} steps, the last before step {last_refresh}")
+        if last_refresh == 0:
+            print(
+                "warning: the only refresh is before the first step, when a dynamic mask is "
+                "random and answers are an untrained model's; make --k-gen smaller than "
+                f"{plan.total_steps}"
+            )
+    is_ranked = given is not None or (
+        args.mask == "dynamic" and last_refresh > 0 and args.omega_lr > 0
     )
-    if last_refresh == 0 and (args.refine == "generate" or args.mask == "dynamic"):
-        print(
-            "warning: the only refresh is before the first step, when a dynamic mask is random and "
-            f"answers are an untrained model's; make --k-gen smaller than {plan.total_steps}"
-        )
-    is_ranked = given is not None or (args.mask == "dynamic" and last_refresh > 0)
     return Masking(args.mask, args.ratio_masked, given, is_ranked)
 
 
@@ -206,7 +210,7 @@ def new_mask(masking, logits, before, seed, refresh):
     generator = batches.seeded(seed, "mask", refresh)
     if masking.kind == "dynamic":
         return dynamic_mask(logits, masking.share, generator)
-    if before.any():  # a static one
+    if before.any():  # drawn at an earlier refresh
         return before
     return static_mask(len(logits), masking.share, generator)
 
@@ -232,8 +236,8 @@ def answer(model, prompts, row_seeds, num_answers, sampling):
     for prompt, (tokens, _) in zip(repeated, written, strict=True):
         rows.append(batches.answer_row(prompt, tokens))
     losses, lengths = batches.row_losses(model, rows, label="scoring answers")
-    # A mean over tokens times their number is the sum; in float64 the product adds no rounding.
-    old_logps = (-losses.double() * lengths).view(-1, num_answers)
+    # A mean over tokens times their number is the sum.
+    old_logps = (-losses * lengths).view(-1, num_answers)
     answers = []
     for i in range(len(prompts)):
         group = rows[i * num_answers : (i + 1) * num_answers]
@@ -303,27 +307,32 @@ def lower_terms(questions, logps, lengths, ratio):
     logps, lengths (sum of G,): of their rows, in order. ratio: see `answer_weights`; None: r = 1.
     """
     losses = -logps / lengths  # Eq. SFT_def, deviation 1
-    # G answers, or 1 original, or 0 rows of a dropped question.
-    sizes = [len(answers.rows) for answers in questions]
-    counts = torch.tensor(sizes, dtype=torch.long, device=losses.device)
-    owner = torch.arange(len(questions), device=losses.device).repeat_interleave(counts)
     r = torch.ones_like(losses)
     ratios = None
     num_clamped = 0
     generated = [answers for answers in questions if answers.is_generated]
     if generated and ratio is not None:
-        is_generated = torch.tensor([answers.is_generated for answers in questions])
-        generated_rows = is_generated.to(losses.device)[owner]
+        flags = [answers.is_generated for answers in questions for _ in answers.rows]
+        generated_rows = torch.tensor(flags, device=losses.device)
         old_logps = torch.stack([answers.old_logps for answers in generated]).to(logps)
         logps_now = logps[generated_rows].view(old_logps.shape)
         ratios, num_clamped = answer_weights(ratio, logps_now, old_logps)
         r[generated_rows] = ratios.flatten()
+    weighted = question_means(r * losses, questions)
+    plain = question_means(losses.detach(), questions)
+    return LowerTerms(weighted, plain, ratios, num_clamped)
 
-    def mean(values):  # (1/G) sum_g, a question
-        sums = values.new_zeros(len(questions)).index_add(0, owner, values)
-        return sums / counts.clamp_min(1)
 
-    return LowerTerms(mean(r * losses), mean(losses.detach()), ratios, num_clamped)
+def question_means(values, questions):
+    """(1/G) sum_g of the values of each question's rows, (n,); 0 for a dropped question.
+
+    values (sum of G,): one a row, in order; a question has G rows, or 1 original, or none.
+    """
+    sizes = [len(answers.rows) for answers in questions]
+    counts = torch.tensor(sizes, dtype=torch.long, device=values.device)
+    owner = torch.arange(len(sizes), device=values.device).repeat_interleave(counts)
+    sums = values.new_zeros(len(sizes)).index_add(0, owner, values)
+    return sums / counts.clamp_min(1)
 
 
 @dataclass
@@ -415,10 +424,7 @@ def answer_losses(model, lower_batch):
     for answers in lower_batch:
         rows += answers.rows
     losses, _ = batches.row_losses(model, rows)
-    means = []
-    for group in losses.split([len(answers.rows) for answers in lower_batch]):
-        means.append(group.mean() if len(group) else losses.new_zeros(()))
-    return torch.stack(means)
+    return question_means(losses, lower_batch)
 
 
 def answer_step_metrics(losses, masked, present):
@@ -492,8 +498,7 @@ def train(args, run, masking):
                 )
                 # Each row once, and masked ones alone: deviation 11.
                 coming = [place for place in coming if mask[place]]
-                row_ids = rows.lower.select(coming)["row_id"][:]
-                seeds = [f"{args.seed} {refresh} {row_id}" for row_id in row_ids]
+                seeds = [f"{args.seed} {refresh} {place}" for place in coming]
                 prompts = [batches.prompt_of(row) for row in batches.take(lower, coming)]
                 answers, written = answer(model, prompts, seeds, args.num_answers, sampling)
                 buffer = dict(zip(coming, answers, strict=True))
@@ -537,11 +542,11 @@ def train(args, run, masking):
         trained = [row for answers in lower_batch for row in answers.rows]
         trained += batches.sequences(upper_batch)
         metrics["tokens"] = batches.count_tokens(trained)
-        if plan.ends_epoch(step):
+        if plan.is_last(step, every=plan.steps_per_epoch):
             metrics |= session.held_out_metrics(model, rows, run.reference)
             metrics |= session.selector_report(selector, run.out, epoch + 1)
         log.write(metrics, started)
-        if plan.saves(step, args.save_every):
+        if plan.is_last(step, every=args.save_every):
             state = {"selector": selector.state_dict(), **learner.state_dict()}
             state |= saved_answers(mask, buffer, num_written)
             folder.save_checkpoint(run.out, step + 1, model, state)

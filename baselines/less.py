@@ -231,7 +231,7 @@ def run_less(args, base, levels):
         "data": data,
     }
     work = folder.open_run(Path(f"{args.out}.less"), config, resume=True)
-    folder.seed_everything(args.seed)
+    torch.manual_seed(args.seed)
     model = models.add_lora(
         base,
         args.lora_rank,

@@ -78,7 +78,6 @@ def load_levels(args, tokenizer, context_length):
                 raise UserError(
                     f"no row has a column that --{name}-columns {columns} names"
                 )
-            warn_of_cut_answers(name, reports[name], max_length)
     upper = levels["upper"]
     if upper is not None and levels["upper_heldout"] is None:
         count = max(1, min(500, len(upper) // 10))
@@ -88,16 +87,6 @@ def load_levels(args, tokenizer, context_length):
         shared = prompt_overlap(levels["lower"], levels["upper"])
         print(f"prompts of lower rows that upper rows have too: {len(shared)}")
     return Rows(**levels, all_lower=levels["lower"], reports=reports)
-
-
-def warn_of_cut_answers(name, report, max_length):
-    """A warning where more than a tenth of the answers have lost their end."""
-    cut, kept = report["truncated"], report["rows_kept"]
-    if cut > kept / 10:
-        print(
-            f"warning: {name}: {cut} of {kept} answers ({cut / kept:.0%}) are cut at {max_length} "
-            "tokens and never learn to end; a larger --max-length or shorter rows keep them whole"
-        )
 
 
 def drop_held_out(levels, reports):
@@ -263,7 +252,10 @@ def left_out(report):
         facts.append("rejected answers not read (--upper-loss dpo reads the upper ones)")
     cut = report.get("truncated")
     if cut:
-        facts.append(f"{cut} answers cut ({cut / report['rows_kept']:.1%})")
+        facts.append(
+            f"{cut} answers cut ({cut / report['rows_kept']:.1%}; a larger --max-length keeps "
+            "their ends)"
+        )
     for key, words in (
         ("numbers", "cells are numbers, read as text"),
         ("ends", "answers ended in an end marker, which was cut"),

@@ -56,6 +56,12 @@ def find_parts(source):
     )
 
 
+def check_different(sources):
+    """`UserError` where one source is named twice: its rows would count double."""
+    if len(set(map(os.path.realpath, sources))) < len(sources):
+        raise UserError(f"{', '.join(sources)}: one source is named twice")
+
+
 def _is_data(path):
     return path.name.lower().endswith(SUFFIXES)
 
@@ -276,6 +282,17 @@ def _saved_rows(rows):
 def _numbered(batches):
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in _python_rows(batch):
             yield f"row {number}", row
             number += 1
+
+
+def _python_rows(batch):
+    """The rows of an Arrow batch; one with a value that Python has no type for is `Unusable`."""
+    try:
+        return batch.to_pylist()
+    except Exception:
+        if len(batch) == 1:
+            return [Unusable("a value that cannot be read")]
+    half = len(batch) // 2
+    return _python_rows(batch.slice(0, half)) + _python_rows(batch.slice(half))

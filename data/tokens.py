@@ -30,13 +30,13 @@ import random
 import re
 import unicodedata
 from operator import itemgetter
-from os.path import commonprefix, realpath
+from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
 
 from data import layouts
 from data.layouts import LABELS
-from data.sources import find_parts, read_source, source_stamp
+from data.sources import check_different, find_parts, read_source, source_stamp
 from data.templates import (
     Encoder,
     around_answer,
@@ -45,10 +45,11 @@ from data.templates import (
     segments_of,
     special_strings,
 )
+from runtime.command import reading
 from runtime.log import Progress
 from utils import UserError, content_hash, write_atomic
 
-FORMAT = 13  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 14  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
@@ -120,8 +121,7 @@ def load_rows(
     sources = [source] if isinstance(source, (str, Path)) else source
     sources = list(map(str, sources))
     name = name or ", ".join(sources)
-    if len(set(map(realpath, sources))) < len(sources):
-        raise UserError(f"{name}: one source is named twice")
+    check_different(sources)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "
@@ -178,7 +178,8 @@ def _load_source(source, tokenizer, settings, cache_dir):
                 f"{source}: no memory for its rows; read fewer with --lower-limit or --upper-limit"
             ) from error
         raise error.__cause__ from None
-    return rows, json.loads(report_file.read_text())
+    with reading(f"{cache_dir}: this cache is damaged, delete it"):
+        return rows, json.loads(report_file.read_text())
 
 
 def _joined_reports(reports):
@@ -305,7 +306,10 @@ class Reader:
         segments = segments_of(shown, self.tokenizer, settings.template, settings.turns)
         prompt = layouts.transcript(messages[:-1])
         self.report["control_text"] += bool(self.markers.search(prompt))
-        normal = " ".join(unicodedata.normalize("NFC", prompt).split())
+        asked = [turn for turn in messages[:-1] if turn["role"] != "system"]
+        if settings.turns == "all":  # the answer to the first question trains, too
+            asked = asked[:1]
+        asked = unicodedata.normalize("NFC", layouts.transcript(asked))
         self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
         self.extras.update({*LABELS} & row.keys())
         return {
@@ -315,7 +319,7 @@ class Reader:
             "prompt": prompt,
             "response": messages[-1]["content"],
             "hash": row_hash,
-            "prompt_hash": content_hash(normal),
+            "prompt_hash": content_hash(" ".join(asked.split())),
             "segments": segments,
             # A row without a label counts as good and has no kind.
             "bad": _flag(row.get("bad")),
@@ -345,7 +349,7 @@ class Reader:
             segments = record.pop("segments")
             for number, (_, loss) in enumerate(segments[1:], 2):
                 tokens = next(continuations)
-                # A chat template ends the turns between as it likes.
+                # A chat template, for which `template` is None, ends turns between as it likes.
                 is_end = loss and (template or number == len(segments))
                 if is_end and (not tokens or tokens[-1] not in ends):
                     tokens = [*tokens, self.tokenizer.eos_token_id]

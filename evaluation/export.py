@@ -54,10 +54,15 @@ def new_answer(line):
 
 
 def mean_one_weights(lines):
-    """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none."""
-    if "weight" not in lines[0]:
-        return torch.ones(len(lines), dtype=torch.float64)
-    weights = torch.tensor([line["weight"] for line in lines], dtype=torch.float64)
+    """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none.
+
+    That of a masked row is the weight of its new answer, so the original's is 1, too.
+    """
+    weights = torch.ones(len(lines), dtype=torch.float64)
+    for place, line in enumerate(lines):
+        is_judged = is_rewritten(line) or not line.get("masked")
+        if "weight" in lines[0] and is_judged:
+            weights[place] = line["weight"]
     if not (weights >= 0).all() or not weights.sum() > 0:
         raise ValueError("its weights are negative, missing or all zero")
     return weights / weights.mean()

@@ -21,9 +21,10 @@ import models
 from baselines.dsir import ngram_buckets
 from data.layouts import transcript
 from data.messages import read_messages
+from data.sources import check_different
 from evaluation.losses import tokenised
 from evaluation.texts import show_table
-from runtime import folder, processes
+from runtime import processes
 from train_offline import descend
 from utils import UserError
 
@@ -44,6 +45,7 @@ def prompt_text(row):
 
 def read_level(sources, columns, seed):
     """The `SourceRow`s of some sources, shuffled."""
+    check_different(sources)
     rows = []
     for source in sources:
         rows += read_messages(source, columns)
@@ -82,7 +84,7 @@ def answer_words(rows):
 
 def short_run(name, rows, held_out, seed):
     """Losses (n,) of held-out rows after EPOCHS of LoRA on tokenised `rows`, nats a token."""
-    folder.seed_everything(seed)
+    torch.manual_seed(seed)
     model = models.add_lora(models.load_model(name, processes.pick_device()))
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(theta, lr=LR)

@@ -39,8 +39,8 @@ from utils import UserError
 # --- files ----------------------------------------------------------------------------------------
 
 
-def read_list(path, needed):
-    """Rows of a json list or a jsonl file, each of which has the `needed` keys."""
+def read_list(path, texts):
+    """Rows of a json list or a jsonl file, each of which has a text under the keys `texts`."""
     with reading(path):
         text = Path(path).read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
@@ -50,9 +50,9 @@ def read_list(path, needed):
     if not rows:
         raise UserError(f"{path}: holds no rows")
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict) or not row.keys() >= set(needed):
+        if not isinstance(row, dict) or any(type(row.get(key)) is not str for key in texts):
             raise UserError(
-                f"{path} row {number}: must be an object with {', '.join(needed)}"
+                f"{path} row {number}: must be an object with {', '.join(texts)} as texts"
             )
     return rows
 
@@ -151,10 +151,10 @@ def win_rate(preferences):
 def rate(args):
     """Win rates of every model in a file of annotations or preferences."""
     preferences = {}
-    for row in read_list(args.annotations, ("generator_2", "preference")):
+    for row in read_list(args.annotations, ("generator_2",)):
         reference = row.get("generator_1") or "reference"
         name = f"{row['generator_2']} against {reference}"
-        preferences.setdefault(name, []).append(row["preference"])
+        preferences.setdefault(name, []).append(row.get("preference"))
     with reading(args.annotations):
         results = {name: win_rate(values) for name, values in preferences.items()}
     rows = [[name, *figures.values()] for name, figures in results.items()]

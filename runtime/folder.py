@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import platform
-import random
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from runtime.processes import on_first, rank, world_size
 from utils import UserError, sync, write_atomic
 
 # ruff: isort: split
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -25,13 +23,6 @@ from safetensors.torch import save
 LOCK = "run.lock"  # locked by the process that trains in the folder
 FINGERPRINTS = "fingerprints.json"  # {name: sha256} of the files that `write_once` writes
 _lock = None  # its descriptor; the system lets go of it when the process ends
-
-
-def seed_everything(seed):
-    """Seed torch, numpy and python; on one machine and CPU everything after is reproducible."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def environment(device, dtype):
@@ -43,7 +34,6 @@ def environment(device, dtype):
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,
-        "numpy": np.__version__,
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "processes": world_size(),
@@ -111,28 +101,33 @@ def _differences(one, other):
                 yield section, key, before, value
 
 
-def _open_run(out, config, resume, free_to_change):
-    file = out / "config.json"
-    # config.json may appear in between, written by another process that starts now.
-    if not file.exists() and out.exists():
-        for path in out.iterdir():
-            if path.name not in (LOCK, file.name) and not path.match(".*.partial"):
-                raise UserError(
-                    f"{out}: holds other files and no run; choose another --out"
-                )
-    out.mkdir(parents=True, exist_ok=True)
-    _lock_run(out)
-    begun = file.exists()
-    if resume and not begun:
-        print(f"--resume: there is no run in {out} yet; a new one begins")
-    if begun and not resume:
+def check_free(out, resume):
+    """`UserError` for a folder with other files, or with a run that is not to be resumed."""
+    if (out / "config.json").exists():
+        if resume:
+            return
         free = next(n for n in itertools.count(2) if not Path(f"{out}-{n}").exists())
         raise UserError(
             f"{out}: already holds a run; continue it with --resume, or begin another one "
             f"with --out {out}-{free}"
         )
+    for path in out.glob("*"):
+        # config.json may appear in between, written by another process that starts now.
+        if path.name not in (LOCK, "config.json") and not path.match(".*.partial"):
+            raise UserError(f"{out}: holds other files and no run; choose another --out")
+
+
+def _open_run(out, config, resume, free_to_change):
+    file = out / "config.json"
+    check_free(out, resume)
+    out.mkdir(parents=True, exist_ok=True)
+    _lock_run(out)
+    check_free(out, resume)  # another process may have run there in between
     saved = config
-    if begun:
+    if not file.exists():
+        if resume:
+            print(f"--resume: there is no run in {out} yet; a new one begins")
+    else:
         with reading(file):
             saved = json.loads(file.read_text())
             _check_config(out, saved, config, free_to_change)
@@ -304,4 +299,5 @@ def read_once(out, name, read):
 
 def _hashes(out):
     file = out / FINGERPRINTS
-    return json.loads(file.read_text()) if file.exists() else {}
+    with reading(f"{file}: damaged, restore it or start a new run"):
+        return json.loads(file.read_text()) if file.exists() else {}

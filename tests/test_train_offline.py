@@ -275,6 +275,7 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     assert sorted(entry["row_id"] for entry in run.weights) == kept
     assert len(kept) == 7
     assert same_adapter(run, alone)
+    assert f"--keep {keep['keep']}: 7 of 14 lower rows train" in run.text
     for entry in (run, first):  # the mean over all 14 rows, whatever trains
         assert entry.result["base/upper_heldout"] == alone.result["base/upper_heldout"]
     sft = train(paths, out="sft", method="sft", lr=0, **keep)

@@ -6,6 +6,7 @@ from the run's checkpoints; what follows from them is not.
 
 import copy
 import math
+from types import SimpleNamespace
 
 import by_hand
 import pytest
@@ -265,6 +266,14 @@ def test_what_the_log_says_of_a_step():
 
 
 # --- the controls ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("omega_lr", "is_ranked"), [("10", True), ("0", False)])
+def test_a_frozen_omega_ranks_no_mask(omega_lr, is_ranked):
+    words = ["--mask", "dynamic", "--k-gen", "1", "--omega-lr", omega_lr]
+    args = train_online.parse_args(words)
+    plan = SimpleNamespace(num_rows=10, total_steps=5)
+    assert train_online.plan_masks(args, plan, None).is_ranked == is_ranked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import batches
 import models
 from baselines import less
 from data.tokens import load_rows
-from runtime import folder
 
 LESS = {
     "epochs": 2,
@@ -107,7 +106,7 @@ def test_eq_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_pa
     state = load_file(f"{made.file}.less/warmup_0.safetensors")
     rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
     chosen = batches.permutation(10, 0, 0, stream=4)[:4].tolist()
-    folder.seed_everything(0)
+    torch.manual_seed(0)
     _, parameters = adapted(folders["llama"])
     start = torch.cat([parameter.detach().flatten() for parameter in parameters])
     gradients = brute_gradients(folders["llama"], start, [rows[i] for i in chosen])

@@ -35,6 +35,7 @@ def levels(tmp_path):
             setattr(settings, name, value)
         return sets.load_levels(settings, make_tokenizer(), 128)
 
+    call.folder = tmp_path
     return call
 
 
@@ -122,7 +123,7 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
         (second, "row 3"),
     ]
     assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
-    with pytest.raises(UserError, match=r"lower: one source is named twice"):
+    with pytest.raises(UserError, match="one source is named twice"):
         levels(lower=[first, f"./{relpath(first)}"])
     with pytest.raises(
         UserError,
@@ -131,23 +132,35 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
         levels(lower=[first, second], lower_columns="prompt=q,response=a")
 
 
-def test_rows_fit_the_model_and_cut_answers_are_a_warning(levels, capsys):
+def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(levels):
+    """Under --turns all the first question of a conversation trains as well."""
+    asked, other = make_rows(2, 1), make_rows(4, 2)
+    thanks = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}]
+    rows = [asked[0] | {"system": "Be brief."}, *other[:2]]
+    for row in (asked[1], other[2]):
+        turns = [{"role": "user", "content": row["prompt"]}]
+        turns.append({"role": "assistant", "content": row["response"]})
+        rows.append({"messages": turns + thanks})
+    lower = [rows[:3], rows[3:]]
+    lower = [write_rows(f"{levels.folder}/{n}.jsonl", part) for n, part in enumerate(lower)]
+    loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked, turns="all")
+    assert [key[1] for key in keys(loaded.lower)] == [1, 2, 1]
+    loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked)
+    assert [key[1] for key in keys(loaded.lower)] == [1, 2, 0, 1]
+
+
+def test_rows_fit_the_model(levels, capsys):
     rows = make_rows(20, 1)
     rows[0] = {"prompt": "a", "response": "stone " * 200}
     rows[1] = {"prompt": "stone " * 200, "response": "a"}
     loaded = levels(lower=rows, max_length=2048)
     assert max(map(len, loaded.lower["input_ids"])) == 128
     assert sets.left_out(loaded.reports["lower"]) == (
-        ", 1 rows set aside (the prompt is too long: 1), 1 answers cut (5.3%)"
+        ", 1 rows set aside (the prompt is too long: 1), 1 answers cut (5.3%; a larger "
+        "--max-length keeps their ends)"
     )
     said = capsys.readouterr().out
     assert "--max-length is lowered to the model's context of 128 tokens" in said
-    assert "warning" not in said
-    rows[2] = rows[0] | {"prompt": "b"}
-    levels(lower=rows, max_length=128)
-    assert capsys.readouterr().out.startswith(
-        "warning: lower: 2 of 19 answers (11%) are cut at 128 tokens"
-    )
 
 
 def test_split_held_out_is_disjoint_by_prompt_and_of_its_seed(load):
@@ -257,10 +270,10 @@ def test_what_is_left_out_is_said():
         "unread": [f"c{n}" for n in range(12)],
     }
     assert sets.left_out(report) == (
-        ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%), "
-        "3 cells are numbers, read as text, 60 answers ended in an end marker, which was cut, "
-        "1 labelled bad, 3 without a label count as good, 12 columns or keys not read (c0, c1, c2, "
-        "c3, c4, c5, c6, c7, c8)"
+        ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%; a "
+        "larger --max-length keeps their ends), 3 cells are numbers, read as text, 60 answers ended in "
+        "an end marker, which was cut, 1 labelled bad, 3 without a label count as good, 12 columns or keys not read (c0, "
+        "c1, c2, c3, c4, c5, c6, c7, c8)"
     )
     assert sets.left_out({}) == ""
 

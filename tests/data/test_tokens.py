@@ -186,6 +186,10 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "source.jsonl").read_bytes())
     copy, _ = load("copy.jsonl")
     assert set(copy["source"]) == {str(tmp_path / "copy.jsonl")}
+    for report in (tmp_path / "cache").glob("rows-*.json"):
+        report.unlink()
+    with pytest.raises(UserError, match=r"cache: this cache is damaged, delete it"):
+        load("copy.jsonl")
 
 
 def test_every_setting_is_part_of_the_key(load, reads):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import curate
 import eval as front
 from data import layouts, messages, sets, tokens
-from evaluation.export import FORMATS, copies_of
+from evaluation.export import FORMATS, copies_of, mean_one_weights
 
 TURNS = ("messages", "prompt-completion")  # formats that keep them
 COLUMNS = ("input_ids", "trained", "hash", "prompt", "response", "messages")
@@ -209,6 +209,15 @@ def test_eq_copies_are_the_weights_in_expectation():
     assert (copies - weights).abs().max() < 1
     assert (copies.sum(dim=1) - 5).abs().max() <= 1
     torch.testing.assert_close(copies.mean(dim=0), weights, atol=0.03, rtol=0)
+
+
+def test_the_original_of_a_masked_row_has_no_weight_of_its_own():
+    lines = [
+        {"weight": 3.0},
+        {"weight": 9.0, "masked": True},
+        {"weight": 2.0, "masked": True, "recommended": "refined"},
+    ]
+    assert mean_one_weights(lines).tolist() == [1.5, 0.5, 1.0]
 
 
 # --- several sources ------------------------------------------------------------------------------

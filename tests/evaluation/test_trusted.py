@@ -9,6 +9,7 @@ from conftest import make_rows, read_rows, write_rows
 import eval as front
 from evaluation import trusted
 from toy import corpus
+from utils import UserError
 
 
 def judge(capfd, **flags):
@@ -53,6 +54,8 @@ def test_figures_by_hand(files, capfd, folders):
     assert figures["trusted rows"] == 29
     assert figures["different rows"] == figures["different prompts"] == 26
     assert figures["prompts that lower rows have too"] == 2
+    with pytest.raises(UserError, match="one source is named twice"):
+        trusted.read_level([flags["lower"]] * 2, None, 0)
     figures |= {
         "gain": 0.1,
         "standard error": 0.06,

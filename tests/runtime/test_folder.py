@@ -38,8 +38,7 @@ def owner(out):
     return started("-c", OWNER, out, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path, resume):
+def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path):
     out = tmp_path / "run"
     process = owner(out)
     try:
@@ -48,7 +47,7 @@ def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path, res
         with pytest.raises(
             UserError, match=r"run: another process is running in this folder"
         ):
-            folder.open_run(out, CONFIG, resume=resume)
+            folder.open_run(out, CONFIG, resume=True)
         assert (out / ".weights.jsonl.1.partial").exists()
     finally:
         process.kill()
@@ -120,7 +119,7 @@ def model():
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, model):
-    folder.seed_everything(3)
+    torch.manual_seed(3)
     folder.save_checkpoint(tmp_path, 7, model, {"theta": {"lr": 0.1, "m": torch.ones(2)}})
     drawn = torch.rand(5)
     with torch.no_grad():
@@ -289,6 +288,19 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
     resume()
     for file in ("weights.jsonl", "result.json", *MADE_ONCE[:2]):
         assert (copy / file).read_bytes() == (run / file).read_bytes(), file
+    (copy / folder.FINGERPRINTS).write_bytes(b"{")
+    assert f"{folder.FINGERPRINTS}: damaged" in refused(resume)
+
+
+def test_a_folder_with_a_run_is_refused_before_the_model_is_loaded(
+    whole, refused, monkeypatch
+):
+    import train_offline
+
+    run, options = whole
+    monkeypatch.delattr("models.load_config")
+    line = refused(lambda: train_offline.main(flags(**options, out=run)))
+    assert "already holds a run" in line
 
 
 @pytest.mark.parametrize(
