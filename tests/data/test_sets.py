@@ -270,10 +270,10 @@ def test_what_is_left_out_is_said():
         "unread": [f"c{n}" for n in range(12)],
     }
     assert sets.left_out(report) == (
-        ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%; a "
-        "larger --max-length keeps their ends), 3 cells are numbers, read as text, 60 answers ended in "
-        "an end marker, which was cut, 1 labelled bad, 3 without a label count as good, 12 columns or keys not read (c0, "
-        "c1, c2, c3, c4, c5, c6, c7, c8)"
+        ", 3 rows set aside (a tool call: 2, an empty answer: 1), 2 answers cut (5.0%; a larger "
+        "--max-length keeps their ends), 3 cells are numbers, read as text, 60 answers ended in an "
+        "end marker, which was cut, 1 labelled bad, 3 without a label count as good, 12 columns or "
+        "keys not read (c0, c1, c2, c3, c4, c5, c6, c7, c8)"
     )
     assert sets.left_out({}) == ""
 
