@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import models
 from batches import answer_row, prompt_of, response_of, row_losses
 from data.layouts import conversation
-from data.sets import each_row, first_places
+from data.sets import each_row
 from data.tokens import LABELS, end_ids, reads_back, response_text
 from generate import generate, is_copy, repetition
 from ranking import KEY, behind_blank, blank_prompt
@@ -126,9 +126,11 @@ def calibrate(run, sampling, template, blank):
     """
     model, held_out = run.learner.model, run.rows.upper_heldout
     context = models.context_length(model.config)
-    places = list(first_places(held_out["prompt_hash"][:]).values())  # each question once
+    questions = {}
+    for row in held_out:
+        questions.setdefault(row["prompt_hash"], row)  # each once
     rows = []
-    for row in held_out.select(places[:MAX_CALIBRATION]):
+    for row in list(questions.values())[:MAX_CALIBRATION]:
         if len(prompt_of(row)) + sampling["max_new_tokens"] <= context:
             rows.append(row)
     if len(rows) < 2 * MIN_CALIBRATION:

@@ -218,14 +218,6 @@ def split_held_out(rows, count, seed):
     return rows.select(train), rows.select(sorted(held))
 
 
-def first_places(prompts):
-    """{prompt: place of its first row}; of a few thousand trusted rows."""
-    places = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(prompt, place)
-    return places
-
-
 def prompt_overlap(a, b):
     """The places in `a` of rows whose prompt, up to whitespace, also occurs in `b`."""
     prompts = {prompt for (prompt,) in each_row(b, "prompt_hash")}

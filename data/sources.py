@@ -280,19 +280,13 @@ def _saved_rows(rows):
 
 
 def _numbered(batches):
+    """Place and row of Arrow batches; a row with a value that Python lacks is `Unusable`."""
     number = 0
     for batch in batches:
-        for row in _python_rows(batch):
+        for start in range(len(batch)):
+            try:
+                (row,) = batch.slice(start, 1).to_pylist()
+            except Exception:
+                row = Unusable("a value that cannot be read")
             yield f"row {number}", row
             number += 1
-
-
-def _python_rows(batch):
-    """The rows of an Arrow batch; one with a value that Python has no type for is `Unusable`."""
-    try:
-        return batch.to_pylist()
-    except Exception:
-        if len(batch) == 1:
-            return [Unusable("a value that cannot be read")]
-    half = len(batch) // 2
-    return _python_rows(batch.slice(0, half)) + _python_rows(batch.slice(half))

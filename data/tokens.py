@@ -235,8 +235,7 @@ class Reader:
         half of the rows cannot be used.
         """
         report = self.report
-        label = f"reading {self.source}"
-        bar = Progress(rows, label, unit=" rows", delay=3, leave=False)
+        bar = Progress(rows, f"reading {self.source}", unit=" rows", delay=3, leave=False)
         records = filter(None, itertools.starmap(self._try, self.sample(bar)))
         while batch := list(itertools.islice(records, BATCH)):
             for row in self._tokenise(batch):

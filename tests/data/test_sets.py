@@ -190,7 +190,6 @@ def test_prompt_overlap_is_up_to_whitespace_and_composition(load):
     )
     assert sets.prompt_overlap(one, two) == [1, 2]
     assert sets.prompt_overlap(one.select([2, 0]), two) == [0], "places, not row_ids"
-    assert sets.first_places(["a", "b", "a"]) == {"a": 0, "b": 1}
 
 
 # --- pairs ----------------------------------------------------------------------------------------
