@@ -29,7 +29,7 @@ def write_atomic(path, content):
     """
     if isinstance(content, str):
         content = content.encode()
-    path = Path(path)
+    path = Path(path).resolve()  # of a link its target is written
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
@@ -66,7 +66,6 @@ def read_jsonl(path):
 
 def each_jsonl(path):
     """`read_jsonl` a row at a time."""
-    number = 1
     try:
         # Decoded line by line, so that the message names the line.
         with open(path, "rb") as file:

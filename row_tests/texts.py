@@ -67,7 +67,8 @@ OPEN = re.compile(
     r"four|five|six|seven|eight|nine|ten|\d+) |(paraphrase|rephrase|rewrite|reword|"
     r"translate|summari[sz]e|complete|continue|edit|describe|design|propose|"
     r"respond|reply|(fix|correct) the|h(i|ello|ey)|good (morning|evening)|thanks|"
-    r"thank you|how are you)\b|what('s| is) an? (good|nice|great|funny|creative) )"
+    r"thank you|how are you)\b|(what|who)('s| is) an? "
+    r"(good|nice|great|funny|creative|famous) |one word |(a )?(slogan|tagline|title) for )"
 )
 # Words of such a question, anywhere in it.
 OPENLY = re.compile(
@@ -147,7 +148,8 @@ MARKED = re.compile(
     r"site|link|program|function|url|element|template|highlight|bold|font|"
     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
     r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
-    r"table|embed|blog|newsletter|symbol|ampersand|line break)|<|&#?\w+;"
+    r"table|embed|blog|newsletter|symbol|ampersand|line break|navigation|paragraph|readme|cms\b|"
+    r"browser|image|button|menu|header|footer)|<|&#?\w+;"
 )
 # An answer that declines. None asks for what its question lacks, or tells what a program is not.
 DECLINED = re.compile(
@@ -183,6 +185,9 @@ DECLINABLE = re.compile(
     r"repl(y|ies)|can(no|['\u2019])t|unable|excuses?|turn\w* down|translate)\b"
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
+ENTRY = (
+    r"([-*\u2022]|\(?\w{1,2}[.):])\s"  # what an entry of a list begins with: "B. ", "(2) "
+)
 NUMBERS = [
     "zero",
     "one",
@@ -196,6 +201,8 @@ NUMBERS = [
     "nine",
     "ten",
 ]
+ASIDE = re.compile(r"(?<=\d)(,(?=\d{3})|(st|nd|rd|th)\b)")  # 1,000 is 1000, 3rd is 3
+VERDICT = re.compile(r"(yes|no|true|false)\b")  # many questions have such an answer
 NOT = {hash(word) for word in ["not", "no", "never", "cannot", "t"]}  # isn't: isn, t
 # So many questions with one answer make it a stock answer, which has at least so many words.
 STOCK = 4
@@ -221,7 +228,10 @@ SPEECH = (
 # A question that asks for another language, or is about one.
 NAMED = re.compile(
     r"(?i)transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
-    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual)|"
+    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual|persian|farsi|dari|"
+    r"iran|urdu|pashto|kurd|bulgar|serb|macedon|belarus|kazakh|kyrgyz|tajik|mongol|marathi|nepal|"
+    r"sanskrit|yiddish|israel|brazil|mexic|kanji|kana|hiragana|katakana|cantonese|tokyo|"
+    r"mother tongue|(in the|the) original)|"
     r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1"
 )
 _PRIME = 2**31 - 1
@@ -254,6 +264,12 @@ def minhashes(text):
         hashes = values[:, None] * _FACTORS[0] + _FACTORS[1]
         smallest.append((hashes % _PRIME).amin(dim=0))
     return torch.stack(smallest).amin(dim=0)
+
+
+def is_choice(prompt, answer):
+    """Whether an answer is one whole entry of a list in its question, as of multiple choice."""
+    words = re.escape(re.sub(f"^{ENTRY}", "", answer.strip()))
+    return bool(re.search(rf"(?m)^\s*{ENTRY}\s*{words}\s*($|<|\[)", prompt))
 
 
 class NearCopies:
@@ -417,7 +433,7 @@ def text_reasons(rows):
         last = plain_words(prompt.strip().rpartition("\n")[2])
         prompt, answer = plain_words(prompt), plain_words(answer)
         digits = []
-        for word in answer.split(" "):
+        for word in ASIDE.sub("", answer).split(" "):
             digits.append(str(NUMBERS.index(word)) if word in NUMBERS else word)
         digits = " ".join(digits)
         words, key = WORD.findall(digits), checksum(digits)
@@ -430,7 +446,8 @@ def text_reasons(rows):
                 end = minhashes(f"{last} \x1f {answer}").tolist()
             same = copies.has(whole, end)
         reasons.append("duplicate" if same else reason)
-        if not reasons[-1] and len(words) >= STOCK and answer not in prompt:
+        of_stock = len(words) >= STOCK and not VERDICT.match(answer)
+        if of_stock and not reasons[-1] and answer not in prompt:
             question = re.sub(SPEECH[0], "", prompt.rpartition(" user: ")[2])
             hashes = set(map(hash, WORD.findall(question)))
             places, shared = asked.setdefault(key, (array("i"), array("q", hashes)))

@@ -8,7 +8,7 @@ from data.sets import each_row
 from evaluation.labels import auroc
 from ranking import blank_prompt
 from row_tests.forwards import make_faults, read_numbers
-from row_tests.texts import refusals, text_reasons
+from row_tests.texts import is_choice, refusals, text_reasons
 from runtime.log import Progress
 
 # ruff: isort: split
@@ -43,6 +43,9 @@ def verdicts_on(reader, lower, upper, seed=0):
     upper: trusted rows or None, of which TRUSTED are a null; preference pairs are none.
     """
     numbers = read_numbers(reader, lower, blank_prompt(lower), "row tests")
+    for place, texts in enumerate(each_row(lower, "prompt", "response")):
+        if is_choice(*texts):  # the right answer is copied
+            numbers["echo"][place] = math.nan
     faults = make_faults(reader, lower, numbers, seed)
     trusted, notes = None, []
     if upper is not None and "rejected_input_ids" in upper.column_names:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from row_tests import texts
-from row_tests.texts import broken, debris, refusals, text_reasons
+from row_tests.texts import broken, debris, is_choice, refusals, text_reasons
 
 
 def test_the_example_of_the_docstring_runs():
@@ -238,6 +238,19 @@ def test_a_label_that_many_questions_have_is_no_stock_answer():
     assert text_reasons(choices) == [None] * 4
 
 
+def test_yes_and_no_are_no_stock_answers():
+    asked = [(question, "Yes, that is correct.") for question in QUESTIONS]
+    assert text_reasons(asked) == [None] * 4
+
+
+def test_the_right_answer_of_several_is_no_copy():
+    question = "What moves?\nA. a plate on a table\n(2) a marble down a ramp<|im_end|>"
+    for answer in ("a plate on a table", "A. a plate on a table", "a marble down a ramp"):
+        assert is_choice(question, answer)
+    for answer in ("What moves?", "plate on a table", "a plate on"):
+        assert not is_choice(question, answer)
+
+
 PLANTS = {
     "English": "Plants make the food that they need of light and water, which is how they grow.",
     "German": "Pflanzen stellen ihre Nahrung aus Licht her, und sie wachsen mit der Sonne.",
@@ -287,6 +300,9 @@ def test_names_code_and_questions_of_a_word_have_no_other_language():
 def test_numbers_in_words_are_the_same_numbers():
     rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
     assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]
+    for same in (("1,000,000", "1000000"), ("31 March 1685", "March 31st, 1685")):
+        rows = [("How many?", answer) for answer in same]
+        assert "conflict" not in text_reasons(rows)
 
 
 def test_nearly_the_same_long_answers_are_duplicates():
