@@ -265,13 +265,7 @@ def parse(parser, argv, presets=PRESETS):
 
 
 def toy_files(args):
-    """{argument: [file]} of the embedded toy's rows; under DPO the trusted ones are pairs."""
-    for name in ("upper_heldout", "lower_heldout"):
-        if getattr(args, name) is not None:
-            raise UserError(
-                f"--{name.replace('_', '-')}: the embedded toy has its own held-out rows; name "
-                "--lower, --upper and --model, too"
-            )
+    """{argument: [file]} of the embedded toy's rows, where no others are named; of DPO pairs."""
     kind = "_pairs" if args.upper_loss == "dpo" else ""
     files = {
         "lower": "lower",
@@ -279,7 +273,11 @@ def toy_files(args):
         "upper_heldout": f"heldout{kind}",
         "lower_heldout": "lower_heldout",
     }
-    return {name: [str(TOY / "rows" / f"{file}.jsonl")] for name, file in files.items()}
+    return {
+        name: [str(TOY / "rows" / f"{file}.jsonl")]
+        for name, file in files.items()
+        if getattr(args, name) is None
+    }
 
 
 def report_unread(args, given):

@@ -270,31 +270,28 @@ def enter_run(args, rows, learner, selector):
 
 def measure_base(args, rows, model, reference, out, resumed):
     """`Base`, computed once and kept in the run folder."""
-    name = "weights/base_losses.safetensors"
-    losses = folder.read_once(out, name, lambda content: load(content)["losses"])
-    if losses is None:
-        with _before_training(args, model, out / name, resumed):
+    file = "weights/base_losses.safetensors"
+    losses = folder.read_once(out, file, lambda content: load(content)["losses"])
+    metrics = folder.read_once(out, "base.json", json.loads)
+    if losses is None or metrics is None:
+        with _before_training(args, model, out, resumed):
             losses, _ = row_losses(model, rows.lower, label="base losses")
-        folder.write_once(out, name, save({"losses": losses}))
-    name = "base.json"
-    metrics = folder.read_once(out, name, json.loads)
-    if metrics is None:
-        with _before_training(args, model, out / name, resumed):
             values = held_out_metrics(model, rows, reference)
         metrics = {f"base/{key}": value for key, value in values.items()}
-        folder.write_once(out, name, json.dumps(metrics) + "\n")
+        folder.write_once(out, file, save({"losses": losses}))
+        folder.write_once(out, "base.json", json.dumps(metrics) + "\n")
     return Base(metrics, losses)
 
 
-def _before_training(args, model, file, resumed):
-    """The model as it was before its first step, while `file` is made, after a resume too."""
+def _before_training(args, model, out, resumed):
+    """The model as it was before its first step, for a while, after a resume too."""
     if args.adapter is None:
         # A fresh adapter adds exact zeros: without it, the model is the same bit for bit.
         return model.disable_adapter()
     if resumed:
         raise UserError(
-            f"{file}: missing, and the adapter that the run began with has been trained since; "
-            "restore the file or start a new run"
+            f"{out}: base.json or weights/base_losses.safetensors is missing, and the adapter that "
+            "the run began with has been trained since; restore the file or start a new run"
         )
     return contextlib.nullcontext()
 

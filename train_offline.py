@@ -42,7 +42,7 @@ from logprobs import pack, sequence_logprobs
 from runtime import command, folder
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes
-from upper import Upper, upper_losses
+from upper import sample_upper, upper_losses
 from utils import UserError
 
 # ruff: isort: split
@@ -153,7 +153,7 @@ def train(args, run):
     bilevel = args.method == "bds"
     at_next = args.omega_loss == "next"
     lower = batches.tokens_only(rows.lower)
-    upper = Upper(None if args.method == "sft" else rows.upper, run.reference["upper"])
+    upper = None if args.method == "sft" else batches.tokens_only(rows.upper)
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     descend_theta = partial(descend, model, learner.theta, learner.optimizer, **limits)
     descend_hat = partial(
@@ -169,7 +169,9 @@ def train(args, run):
 
         # --- sample -------------------------------------------------------------------------------
         places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
-        upper_batch, margins = upper.batch(step, args.batch, args.seed)
+        upper_batch, margins = sample_upper(
+            upper, run.reference["upper"], step, args.batch, args.seed
+        )
         lower_batch = batches.take(lower, places)
         weights = selector.weights(places)
 

@@ -53,7 +53,7 @@ from runtime.log import Log
 from runtime.processes import all_sum, join_processes, share_list
 from selector import dynamic_mask, static_mask
 from train_offline import StepLosses
-from upper import Upper, upper_losses
+from upper import sample_upper, upper_losses
 from utils import UserError
 
 # ruff: isort: split
@@ -466,7 +466,7 @@ def train(args, run, masking):
     model = learner.model
     at_next = args.omega_loss == "next"
     lower = batches.tokens_only(rows.lower)
-    upper = Upper(rows.upper, run.reference["upper"])
+    upper = batches.tokens_only(rows.upper)
     limits = {"clip": args.clip, "micro_batch": args.micro_batch}
     sampling = sampling_options(args, run)
     of_theta = {"ratio": args.ratio, **limits}
@@ -507,7 +507,9 @@ def train(args, run, masking):
 
         # --- sample: line 4 -----------------------------------------------------------------------
         places = batches.epoch_batch(plan.num_rows, args.batch, args.seed, epoch, k)
-        upper_batch, margins = upper.batch(step, args.batch, args.seed)
+        upper_batch, margins = sample_upper(
+            upper, run.reference["upper"], step, args.batch, args.seed
+        )
         originals = batches.take(lower, places)
         lower_batch = step_answers(originals, places, mask, buffer, args.refine)
         present = torch.tensor([len(answers.rows) > 0 for answers in lower_batch])

@@ -11,24 +11,18 @@ from batches import cycle, row_losses, sequences, take, tokens_only
 BETA = 0.1  # of DPO; the paper publishes none
 
 
-class Upper:
-    """The trusted rows that train, read as an endless run of seeded permutations.
+def sample_upper(rows, margins, step, batch, seed):
+    """(trusted rows of a step, their margins (B_up,) or None).
 
-    rows: a data set, or None for SFT, which reads none; margins (n,): see `reference_margins`,
-    None where the rows are not pairs.
+    rows: read as an endless run of seeded permutations; None for SFT, which reads none. margins
+    (n,): see `reference_margins`, None where the rows are not pairs.
     """
-
-    def __init__(self, rows, margins=None):
-        self.rows = None if rows is None else tokens_only(rows)
-        self.margins = margins
-
-    def batch(self, step, batch, seed):
-        """(rows of a step, their margins (B_up,) or None)."""
-        if self.rows is None:
-            return [], None
-        places = cycle(len(self.rows), step * batch, batch, seed)
-        margins = None if self.margins is None else self.margins[places]
-        return take(self.rows, places), margins
+    if rows is None:
+        return [], None
+    places = cycle(len(rows), step * batch, batch, seed)
+    if margins is not None:
+        margins = margins[places]
+    return take(rows, places), margins
 
 
 def upper_losses(logps, lengths, reference=None):

@@ -521,5 +521,5 @@ def test_without_rows_and_a_model_it_is_the_toy(here):
     assert changed == {"preset", "lr", "lower_heldout", "upper_heldout", *named}
     with pytest.raises(UserError):
         arguments(train_offline, lower="a", upper="b")
-    with pytest.raises(UserError):  # the toy has its own
-        arguments(train_offline, upper_heldout="gone.jsonl")
+    other = arguments(train_offline, upper_heldout="b")
+    assert other == bare | {"upper_heldout": ["b"]}
