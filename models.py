@@ -11,7 +11,6 @@ import shutil
 import warnings
 from pathlib import Path
 
-import logprobs
 from runtime.command import reading
 from runtime.hub import hub_answers
 from runtime.processes import sum_gradients, world_size
@@ -19,6 +18,8 @@ from utils import UserError, first_line
 
 # ruff: isort: split
 import torch
+
+import logprobs
 
 # Hidden size from which --dtype auto is bfloat16 on a CPU that multiplies it.
 BF16_FROM = 512

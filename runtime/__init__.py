@@ -5,6 +5,7 @@ some of which turn an interrupt into an error of their own: from here on that is
 """
 
 import os
+import signal
 import sys
 
 
@@ -16,6 +17,7 @@ def _uncaught(kind, error, trace):
     if not any(isinstance(cause, KeyboardInterrupt) for cause in chain):
         sys.__excepthook__(kind, error, trace)
         return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would cut the line off
     print("error: interrupted", file=sys.stderr, flush=True)
     os._exit(130)
 

@@ -134,9 +134,15 @@ def test_the_toy_is_met_in_one_place():
     assert [name for name in near if '"toy"' in EVERY[name].read_text()] == ["options"]
 
 
-@pytest.mark.parametrize("name", ["train_offline", "train_online", "eval"])
-def test_utils_is_imported_before_torch(name):
-    """It sets what torch's threads read when they are loaded."""
+COMMANDS = ("baselines", "benchmarks", "paper", "row_tests", "theory")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train_offline", "train_online", "eval", *(f"{room}.__main__" for room in COMMANDS)],
+)
+def test_what_is_imported_before_torch(name):
+    """utils sets what torch's threads read, runtime what an interrupt of imports prints."""
     order = []
 
     def visit(module):
@@ -149,6 +155,7 @@ def test_utils_is_imported_before_torch(name):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [
+                    node.module.partition(".")[0],
                     node.module,
                     *(f"{node.module}.{alias.name}" for alias in node.names),
                 ]
@@ -159,7 +166,7 @@ def test_utils_is_imported_before_torch(name):
                     visit(other)
 
     visit(name)
-    assert order.index("utils") < order.index("torch")
+    assert max(map(order.index, ("utils", "runtime"))) < order.index("torch")
 
 
 # --- size -----------------------------------------------------------------------------------------
