@@ -185,9 +185,8 @@ DECLINABLE = re.compile(
     r"repl(y|ies)|can(no|['\u2019])t|unable|excuses?|turn\w* down|translate)\b"
 )
 CODE = re.compile(r"`[^`\n]{1,200}`")
-ENTRY = (
-    r"([-*\u2022]|\(?\w{1,2}[.):])\s"  # what an entry of a list begins with: "B. ", "(2) "
-)
+# What an entry of a list begins with: "B. ", "(2) ".
+ENTRY = r"([-*\u2022]|\(?\w{1,2}[.):])[ \t]"
 NUMBERS = [
     "zero",
     "one",
@@ -269,7 +268,7 @@ def minhashes(text):
 def is_choice(prompt, answer):
     """Whether an answer is one whole entry of a list in its question, as of multiple choice."""
     words = re.escape(re.sub(f"^{ENTRY}", "", answer.strip()))
-    return bool(re.search(rf"(?m)^\s*{ENTRY}\s*{words}\s*($|<|\[)", prompt))
+    return bool(re.search(rf"(?m)^[ \t]*{ENTRY}[ \t]*{words}[ \t]*$", prompt))
 
 
 class NearCopies:
