@@ -101,10 +101,6 @@ def effective_sample_size(weights):
     weights (..., G) non-negative -> (...), between 1 and G; 0 where all weights are zero.
     """
     weights = _float(weights)
-    largest = weights.amax(dim=-1, keepdim=True)
-    # The scale cancels; without it a square could overflow, or vanish.
-    scale = torch.where(largest > 0, largest, 1.0)
-    scaled = weights / scale
-    total = scaled.sum(dim=-1)
-    squares = (scaled**2).sum(dim=-1)
+    total = weights.sum(dim=-1)
+    squares = (weights**2).sum(dim=-1)
     return total**2 / squares.clamp_min(1e-30)

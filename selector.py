@@ -202,26 +202,24 @@ def mean_ranks(x):
     return (last - (counts - 1).double() / 2)[inverse]
 
 
-def _mask(num_rows, ratio, order):
-    """True on the first round(ratio * N) entries of `order`, a permutation of the rows."""
-    if not 0.0 <= ratio <= 1.0:
-        raise ValueError(f"the masked share R must lie in [0, 1], got {ratio}")
-    mask = torch.zeros(num_rows, dtype=torch.bool)
-    mask[order[: round(ratio * num_rows)]] = True
-    return mask
-
-
 def static_mask(num_rows, ratio, generator):
     """I_M sampled once and held fixed: round(R * N) random rows -> bool (N,), on the CPU."""
-    return _mask(num_rows, ratio, torch.randperm(num_rows, generator=generator))
+    return dynamic_mask(
+        torch.zeros(num_rows), ratio, generator
+    )  # the ties of equal weights
 
 
 def dynamic_mask(logits, ratio, generator):
     """I_M^k = the rows whose sigma(omega) is ranked in the bottom R (Online dynamic) -> bool (N,).
 
     Exactly round(R * N) rows. Ties are broken at random: at step 0 all weights are equal, and the
-    rows that happen to come first in the file must not be the masked ones.
+    rows that happen to come first in the file must not be the masked ones. ValueError for an R
+    outside [0, 1].
     """
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"the masked share R must lie in [0, 1], got {ratio}")
     shuffle = torch.randperm(len(logits), generator=generator)
     order = shuffle[logits.detach().cpu()[shuffle].argsort(stable=True)]
-    return _mask(len(logits), ratio, order)
+    mask = torch.zeros(len(logits), dtype=torch.bool)
+    mask[order[: round(ratio * len(logits))]] = True
+    return mask

@@ -93,7 +93,7 @@ def first_line(error):
 
 def table(header, rows):
     """A plain-text table, columns aligned, numbers with four digits."""
-    lines = [[_cell(value) for value in row] for row in [header, *rows]]
+    lines = [[formatted(value) for value in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
     for first, *rest in lines:
@@ -103,7 +103,8 @@ def table(header, rows):
     return "\n".join([texts[0], "-" * len(texts[0]), *texts[1:]])
 
 
-def _cell(value):
+def formatted(value):
+    """A cell's text: four digits for a float, - for None, a text as it is."""
     if isinstance(value, float):
         return f"{value:.4f}"
     return "-" if value is None else str(value)

@@ -93,18 +93,25 @@ def check_out(args, *inputs):
     sources = []
     for level in sets.LEVELS:
         sources += getattr(args, level) or []
-    check_output(args.out, Path(args.out).parent, *inputs, *sources)
+    for path in (args.out, set_aside_of(args.out)):
+        check_output(path, Path(args.out).parent, *inputs, *sources)
+
+
+def set_aside_of(out):
+    """Where the rows that cannot be used are listed, beside a ranking `out`."""
+    return Path(out).with_suffix(".set_aside.jsonl")
 
 
 def open_rows(args):
     """The rows as training reads them, `sets.load_levels`, and the tokenizer; counts printed.
 
-    Rows that cannot be used are listed beside --out, in NAME.set_aside.jsonl.
+    Rows that cannot be used are listed beside --out, see `set_aside_of`.
     """
     tokenizer = models.load_tokenizer(args.model)
     context = models.context_length(models.load_config(args.model))
     levels = sets.load_levels(args, tokenizer, context)
-    sets.write_set_aside(Path(args.out).with_suffix(".set_aside.jsonl"), levels.reports)
+    set_aside_of(args.out).unlink(missing_ok=True)  # that of an earlier call
+    sets.write_set_aside(set_aside_of(args.out), levels.reports)
     for name in ("lower", "upper"):
         rows = getattr(levels, name)
         if rows is not None:

@@ -12,8 +12,8 @@ file.
 
 import argparse
 import importlib
+import shlex
 import sys
-from pathlib import Path
 
 from runtime import command
 
@@ -75,9 +75,7 @@ def parse_args(argv):
         help="of this call; what is not done is left to the next (9)",
     )
     add("--rehearse", action="store_true", help="every part at tiny sizes, on the CPU")
-    # The words are saved for others, to whom this machine's folders say nothing.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
-    return parser.parse_args(argv, argparse.Namespace(words=" ".join(words)))
+    return parser.parse_args(argv, argparse.Namespace(words=shlex.join(argv)))
 
 
 def main(argv=None):

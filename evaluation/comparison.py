@@ -14,7 +14,7 @@ import re
 import statistics
 
 from evaluation.labels import run_label_metrics
-from evaluation.runs import Run, check_output, read_result
+from evaluation.runs import FILES, Run, check_output, read_result
 from evaluation.texts import show_table
 from utils import UserError, write_atomic
 
@@ -48,25 +48,27 @@ def without_seed(value, seed):
         return [without_seed(item, seed) for item in value]
     if not isinstance(value, str):
         return value
-    return re.sub(rf"(?<!\d){seed}(?!\d)", "SEED", value)
+    return re.sub(rf"(?<!\d)(?<!\d\.){seed}(?!\.?\d)", "SEED", value)
 
 
 def same_value(one, two, flag):
-    """Whether two runs have the same argument, as it is or less their seeds.
+    """Whether two runs have the same argument, as it is or, of `FILES`, less their seeds.
 
     A model's name may hold the number of a seed: SmolLM2 and seed 2. A path that holds both is
     taken for another one.
     """
     before = getattr(one.args, flag, None)
     after = getattr(two.args, flag, None)
-    seedless = without_seed(before, one.args.seed)
-    return before == after or seedless == without_seed(after, two.args.seed)
+    if flag not in FILES or before == after:
+        return before == after
+    return without_seed(before, one.args.seed) == without_seed(after, two.args.seed)
 
 
 def same_source(one, two, name):
     """Whether the rows of a set come from one place and are read alike."""
     level = name.split("_")[0]
     flags = (
+        "upper_loss",
         "template",
         "turns",
         "max_length",
@@ -229,7 +231,9 @@ def run_compare(args):
     rows = comparison_rows([Run(folder) for folder in args.runs])
     if args.json:
         write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
-    print("nats a token, sequence mean; ± is the standard deviation over seeds")
+    print(
+        "nats a token, sequence mean, of pairs the DPO loss; ± is the standard deviation over seeds"
+    )
     show_table(*comparison_cells(rows))
     if len(rows) < len(args.runs):
         print("\n95 % interval of the mean (Student's t over seeds)")

@@ -138,7 +138,7 @@ def exported_row(line, row, layout):
     if layout == "alpaca":
         output = last[0]["content"]
         return {"instruction": transcript(prompt), "input": "", "output": output}
-    rendered = {name: row.given[name] for name in RENDERED if name in row.given}
+    rendered = {name: row.given[name] for name in RENDERED if row.given.get(name)}
     if layout == "messages":
         return {"messages": messages, **rendered}
     if layout == "prompt-completion":
@@ -192,11 +192,13 @@ def run_export(args):
     rows, flattened = [], 0
     for place, row in source_rows(chosen, columns, files):
         exported = exported_row(chosen[place], row, args.format)
-        flattened += len(row.messages) > 2 or "tools" in row.given
+        flattened += len(row.messages) > 2 or bool(row.given.get("tools"))
         if args.resample:
             rows += [exported] * copies[place]
         else:
             rows.append(exported | {"weight": weights[place].item()})
+    # `datasets` takes the columns from the first rows of a file.
+    rows.sort(key=lambda row: not row.keys() & set(RENDERED))
     write_jsonl(out, rows)
     mixer_table(lines, chosen, weights)
     if flattened and args.format == "alpaca":

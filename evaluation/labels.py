@@ -76,15 +76,12 @@ def run_label_metrics(run):
     with reading(path):
         places = [place for place, row in enumerate(run.rows) if not row.get("masked")]
         rows = [run.rows[place] for place in places]
-
-        def column(name):
-            return torch.tensor([row[name] for row in rows], dtype=torch.float64)
-
         scores = {}
         if run.omegas:
             scores["weight"] = run.omegas[max(run.omegas)][places]
         for name, loss in COLUMN_OF.items():
-            scores[name] = -column(loss)
+            losses = [row[loss] for row in rows]
+            scores[name] = -torch.tensor(losses, dtype=torch.float64)
         labels = {}
         for name in LABELS:
             if name in first:

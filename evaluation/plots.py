@@ -139,7 +139,7 @@ def of_runs(runs):
         curves = [(run.name, *curve_of(run, f"{level}_heldout", "epoch")) for run in runs]
         figures += draw_plot(
             f"Held-out {level} loss",
-            "Rows never trained on, sequence mean; epoch 0 is the base model.",
+            "Rows never trained on, sequence mean (of pairs: DPO loss); epoch 0 is the base model.",
             curves,
             "epoch",
             "nats a token",

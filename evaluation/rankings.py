@@ -16,7 +16,7 @@ from utils import UserError
 LOWER_IS_BETTER = re.compile(
     "|".join(("rank", r"(\w+_)?loss", "ifd", "surprise", *detect.DETECTORS))
 )
-
+FAULTS = ("echo", "slip")
 
 # --- another threshold ----------------------------------------------------------------------------
 
@@ -24,18 +24,20 @@ LOWER_IS_BETTER = re.compile(
 def sort_by(rows, column):
     """Sort the rows of a ranking by a numeric column, the best first; how, in words.
 
-    Rows without a number (None: it could not be measured) come last, in their order.
+    Rows without a number (None) come last, in their order: it could not be measured. Only those
+    without one of FAULTS, a number that good rows lack, come first.
     """
     for row in rows:
         value = row[column]
         if type(value) not in (int, float, type(None)):  # True and False are no numbers
             raise ValueError(f"column {column} holds {value!r}, which is no number")
     sign = 1 if LOWER_IS_BETTER.fullmatch(column) else -1
-    rows.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
+    last = column not in FAULTS
+    rows.sort(key=lambda row: ((row[column] is None) == last, sign * (row[column] or 0)))
     missing = sum(row[column] is None for row in rows)
     words = f"by {column}, {'smallest' if sign > 0 else 'largest'} first"
     if missing:
-        words += f", {missing} rows without one last"
+        words += f", {missing} rows without one {'last' if last else 'first'}"
     return words
 
 

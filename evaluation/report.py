@@ -35,9 +35,9 @@ from evaluation.runs import (
     names_of,
     read_ranking,
 )
-from evaluation.texts import escaped_html, formatted, html_table, one_line, plain
+from evaluation.texts import escaped_html, html_table, one_line, plain
 from row_tests.look import REASONS
-from utils import UserError
+from utils import UserError, formatted
 
 TEXT = 700  # characters of a prompt or an answer that are shown
 TABLE_ROWS = 5000

@@ -8,6 +8,7 @@ library that reads it, whose error becomes one line with the file's name.
 
 import functools
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,10 +28,18 @@ RUN_FILES = (
     "weights.jsonl",
     "curated.jsonl",
 )
+FILES = (
+    *LEVELS,
+    "model",
+    "adapter",
+    "keep",
+    "mask",
+    "weights",
+)  # arguments that name files
 
 
 def names_of(sources):
-    """The sources of a level in a run's arguments, as a list; an older run names one as a text."""
+    """What an argument of FILES names, as a list; an older run names one source as a text."""
     return [sources] if isinstance(sources, str) else sources or []
 
 
@@ -193,15 +202,17 @@ def check_output(path, *inputs):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; name a file")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is a folder or a device; name a file")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path.parent}: may not be written to; choose another folder")
     protected = [Path(file) for file in inputs if file is not None]
     for folder in list(protected):
         if (folder / "config.json").exists():
             arguments = read_json(folder / "config.json").get("args", {})
             protected += [folder / name for name in RUN_FILES]
-            for level in LEVELS:
-                protected += map(Path, names_of(arguments.get(level)))
+            for name in FILES:
+                protected += map(Path, names_of(arguments.get(name)))
     for file in protected:
         if file.resolve() == path.resolve():
             raise UserError(f"{path}: would overwrite {file}; choose another file")

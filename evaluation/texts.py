@@ -8,7 +8,7 @@ pad a whole table.
 import html
 import re
 
-from utils import table
+from utils import formatted, table
 
 CELL = 80  # characters of a text in a table
 
@@ -39,15 +39,6 @@ def printable(text, limit=None):
 def one_line(text, limit=CELL):
     """`printable` without line breaks."""
     return printable(" ".join(str(text).split()), limit)
-
-
-def formatted(value):
-    """A cell's text: four digits for a float, - for None, a text as it is."""
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return str(value)
 
 
 def show_table(header, rows):

@@ -59,8 +59,8 @@ def read_list(path, texts):
 
 def read_prompts(path):
     """Prompts of a file with instruction (AlpacaEval's, Alpaca's with its input) or prompt."""
-    rows = read_list(path, ())
-    key = "instruction" if "instruction" in rows[0] else "prompt"
+    key = "instruction" if "instruction" in read_list(path, ())[0] else "prompt"
+    rows = read_list(path, (key,))
     prompts = []
     with reading(path):
         for row in rows:
@@ -83,10 +83,13 @@ def respond(trained, prompts, max_new_tokens):
     """
     model, tokenizer, run = trained
     template = None if run is None else run.args.template
-    rows = [{"prompt": prompt, "response": "."} for prompt in prompts]
+    asked = [number for number, prompt in enumerate(prompts) if prompt.strip()]
+    if not asked:
+        raise UserError("no prompt has any text")
+    rows = [{"prompt": prompts[number], "response": "."} for number in asked]
     rows = tokenised(rows, tokenizer, template, max_length=2**31)
     curate.check_room(rows, max_new_tokens, models.context_length(model.config))
-    encoded = {row["row_id"]: batches.prompt_of(row) for row in rows}
+    encoded = {asked[row["row_id"]]: batches.prompt_of(row) for row in rows}
     written = generate(
         model,
         list(encoded.values()),

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import models
-import options
 import utils
+from baselines import shared
 from data import sets
 from paper.results import without_flags
 from runtime import command
@@ -130,9 +130,7 @@ def write_faulty(args, words):
 def lower_rows(words):
     """The lower rows that the words of a training command name: [{"prompt", "response"}]."""
     parser = command.Parser()
-    parser.add_argument("--model", required=True)
-    options.add_data_arguments(parser)
-    parser.set_defaults(seed=0)
+    shared.add_row_arguments(parser)
     given, _ = parser.parse_known_args(words)
     context = models.context_length(models.load_config(given.model))
     lower = sets.load_levels(given, models.load_tokenizer(given.model), context).lower

@@ -61,12 +61,9 @@ SAFETY = {
         },
     },
     "table3-dpo": {
-        "toy": {
-            "toy": "--noise 0.2 --contrary 1 --upper pairs",
-            "data": "--upper-loss dpo",
-        },
+        "toy": {"toy": "--noise 0.2 --contrary 1 --upper pairs"},
         "paper": {
-            "data": f"{RED_ORCA} --upper {RECIPES}/rm-hh-rlhf.jsonl --upper-loss dpo",
+            "data": f"{RED_ORCA} --upper {RECIPES}/rm-hh-rlhf.jsonl",
             "train": "--preset llama3-8b-safety",
         },
     },
@@ -107,12 +104,15 @@ def setting(args):
             words[name] = getattr(args, name)
     if args.online is not None:
         words["dynamic"] += args.online
+    if args.target == "table3-dpo":
+        words["data"] = [*words["data"], "--upper-loss", "dpo"]
     if args.scale == "toy" and args.data is not None:
         raise UserError("--data: the toy has rows of its own; take --scale small")
     if args.target in SAFETY and args.scale == "small" and args.data is None:
         raise UserError(
             f"{args.target} --scale small: name the rows, such as --data '--model NAME --lower "
-            f"{RECIPES}/redorca.jsonl --lower-limit 2000 --upper {RECIPES}/blueorca.jsonl'"
+            f"{RECIPES}/redorca.jsonl --lower-limit 2000 --upper {RECIPES}/blueorca.jsonl', "
+            "for table3-dpo pairs as --upper"
         )
     return words
 

@@ -32,7 +32,9 @@ def losses_table(args):
     files = run_methods(args, METHODS)
     if args.list:
         return
-    print("\nlosses in nats a token, mean ± std over seeds; lower is better")
+    print(
+        "\nlosses in nats a token (of pairs: the DPO loss), mean ± std over seeds; lower is better"
+    )
     show(args, with_base(results_of(files)), {**LOSSES, **RANKS})
 
 

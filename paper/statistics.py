@@ -88,10 +88,8 @@ def results_of(files_of):
 
 def with_base(results):
     """The base model's own figures in front."""
-    first = next(iter(results.values()))
-    base = [{} for _ in first]
-    for figures, run in zip(base, first, strict=True):
-        for key, value in run.items():
-            if key.startswith("base/") and "/auroc" not in key:
-                figures[key.removeprefix("base/")] = value
+    base = []
+    for run in next(iter(results.values())):
+        keys = [key for key in run if key.startswith("base/") and "/auroc" not in key]
+        base.append({key.removeprefix("base/"): run[key] for key in keys})
     return {"base model": base, **results}

@@ -21,6 +21,7 @@ from baselines import shared
 from evaluation.runs import read_ranking
 from evaluation.texts import printable
 from runtime import command
+from runtime.command import reading
 from utils import UserError, each_jsonl, write_jsonl
 
 VERDICTS = ("y", "n", "s")  # bad, good, skipped
@@ -56,9 +57,10 @@ def draw_rows(path, count, seed):
     kept.
     """
     groups = {True: [], False: []}
-    for row in read_ranking(path):
-        flagged = row["reason"] is not None if "reason" in row else not row["kept"]
-        groups[flagged].append({**row, "flagged": flagged})
+    with reading(path):
+        for row in read_ranking(path):
+            flagged = row["reason"] is not None if "reason" in row else not row["kept"]
+            groups[flagged].append({**row, "flagged": flagged})
     draw = random.Random(seed)
     drawn = []
     for group in groups.values():

@@ -116,6 +116,11 @@ def test_bad_input(rank, files, folders, refused, tmp_path):
     for name in ("lower", "upper"):
         line = refused(lambda name=name: rank("random", files, out=files[name]))
         assert "would overwrite" in line
+    (tmp_path / "r.set_aside.jsonl").write_text("an older list")
+    rank("random", files, out="r.jsonl")
+    assert not (tmp_path / "r.set_aside.jsonl").exists()
+    source = {**files, "lower": tmp_path / "r.set_aside.jsonl"}
+    assert "would overwrite" in refused(lambda: rank("random", source, out="r.jsonl"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"args": {}}')
     assert "would overwrite" in refused(

@@ -9,7 +9,7 @@ from conftest import read_rows, write_rows
 from fabricated import change_json, fabricate
 
 import eval as front
-from evaluation.comparison import comparison_rows, final_metrics, student_t
+from evaluation.comparison import comparison_rows, final_metrics, student_t, without_seed
 from evaluation.runs import Run
 
 
@@ -83,6 +83,16 @@ def test_a_second_run_of_a_seed_and_other_settings_have_rows_of_their_own(tmp_pa
     runs.append(fabricate(tmp_path / "x" / "seed-3", lr=0.2, seed=3))
     rows = [(row["name"], row["n"]) for row in compared(*runs)]
     assert rows == [("x", 2), ("again", 1), (str(runs[3]), 2)]
+    for seed in (1, 2):  # only a file's name may hold a seed
+        folder = tmp_path / "layers" / f"seed-{seed}"
+        runs.append(fabricate(folder, seed=seed, lora_targets=[f"layers.{seed}.up_proj"]))
+    assert [row["n"] for row in compared(*runs[-2:])] == [1, 1]
+
+
+def test_a_decimal_is_no_seed():
+    assert without_seed("r/1/kept.1.jsonl", 1) == "r/SEED/kept.SEED.jsonl"
+    assert without_seed("rows-0.5.jsonl", 0) == "rows-0.5.jsonl"
+    assert without_seed("rows-0.5.jsonl", 5) == "rows-0.5.jsonl"
 
 
 def test_a_kind_cannot_steer_the_terminal_or_fill_it(tmp_path, capfd):
@@ -132,12 +142,15 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
             {"upper_heldout": "x"},
             {"seed": 1, "upper_heldout": None, "upper": "another"},
         ),
+        ({"lower": "x"}, {"seed": 1, "lower_limit": 40, "upper_loss": "dpo"}),
         ({"lower": "x"}, {"keep": "k", "lower": "another"}),
         ({"lower": "x"}, {"keep": "k", "model": "another"}),
     ],
 )
 def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
-    first, other = fabricate(tmp_path / "first"), fabricate(tmp_path / "other", **args)
+    limit = args.get("lower_limit")
+    first = fabricate(tmp_path / "first", lower_limit=limit)
+    other = fabricate(tmp_path / "other", **args)
     change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
     for command in ("compare", "report"):
         line = refused(lambda name=command: front.main([name, str(first), str(other)]))

@@ -48,6 +48,12 @@ def test_keep_by_any_column(tmp_path, capfd, refused):
         keep(run, 0.4, "--by", column)
         assert [row["row_id"] for row in read_rows(run / "kept.jsonl")] == order
         assert f"kept 16 of 40 rows {words}" in capfd.readouterr().out
+    for row in rows:
+        row["echo"] = row["row_id"] if row["row_id"] < 3 else None
+    write_rows(run / "weights.jsonl", rows)
+    keep(run, 0.4, "--by", "echo")
+    assert [row["row_id"] for row in read_rows(run / "kept.jsonl")][-3:] == [0, 1, 2]
+    assert "37 rows without one first" in capfd.readouterr().out
     assert "which is no number" in refused(lambda: keep(run, 0.4, "--by", "hash"))
     line = refused(lambda: keep(run, 0.4, "--by", "nothing"))
     assert "--by nothing: " in line

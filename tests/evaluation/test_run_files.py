@@ -1,5 +1,7 @@
 """Files of a run that were cut, damaged or would be overwritten: one line that names the file."""
 
+import os
+
 import pytest
 import torch
 from conftest import listing, read_rows, write_rows
@@ -129,9 +131,12 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 
 
 def test_nothing_is_written_over_an_input(here, refused):
-    run = fabricate(here / "run")
+    (here / "kept.jsonl").write_text("")
+    os.mkfifo(here / "pipe")
+    run = fabricate(here / "run", keep="kept.jsonl")
     add_texts(run, "x", read_rows(run / "weights.jsonl"))
-    before = {name: (here / name).read_bytes() for name in listing(here)}
+    names = [name for name in listing(here) if name != "pipe"]
+    before = {name: (here / name).read_bytes() for name in names}
     for command, flags in (
         ("report", []),
         ("keep", ["--keep-fraction", "0.5"]),
@@ -142,11 +147,13 @@ def test_nothing_is_written_over_an_input(here, refused):
             "run/../run/config.json",
             "run/base.json",
             "run.jsonl",  # its source
+            "kept.jsonl",
         ):
             words = [command, str(run), *flags, "--out", path]
             assert "would overwrite" in refused(lambda w=words: front.main(w))
-        words = [command, str(run), *flags, "--out", str(here)]
-        assert "is a folder" in refused(lambda w=words: front.main(w))
-    assert before == {name: (here / name).read_bytes() for name in listing(here)}
+        for path in (str(here), "pipe"):
+            words = [command, str(run), *flags, "--out", path]
+            assert "is a folder or a device" in refused(lambda w=words: front.main(w))
+    assert before == {name: (here / name).read_bytes() for name in names}
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)

@@ -2,7 +2,8 @@
 
 from fabricated import HOSTILE
 
-from evaluation.texts import formatted, html_table, one_line, plain, printable
+from evaluation.texts import html_table, one_line, plain, printable
+from utils import formatted
 
 
 def test_a_terminal_gets_no_escape_sequence():

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import eval as front
 from evaluation import judge, winrate
+from evaluation.losses import load_trained
 from utils import UserError
 
 PUBLISHED = ROOT.parent / "shared" / "data" / "alpaca_eval"
@@ -350,6 +351,14 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
         ((outputs, outputs, outputs), "would overwrite"),
     ):
         assert words in refused(lambda f=files: judge_files(*f))
+
+
+def test_prompts_without_text_have_no_answer(folders):
+    trained = load_trained(str(folders["llama"]))
+    texts = winrate.respond(trained, ["", " ", "red blue"], 4)
+    assert texts[:2] == ["", ""]
+    with pytest.raises(UserError, match="no prompt has any text"):
+        winrate.respond(trained, [""], 4)
 
 
 def test_rows_without_a_partner_are_said_and_doubled_ones_meet_in_order(capfd):

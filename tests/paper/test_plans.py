@@ -119,6 +119,10 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
         assert args.max_length == 128
         assert args.out.startswith(f"runs/toy/{target}/")
     assert [parse_command(line)[1].lora_rank for line in (bds, less)] == [16, 8]
+    if pairs:
+        words = ["--scale", "small", "--data", "--model m --lower a --upper b"]
+        for line in listed(capsys, target, "--only", "BDS", *words):
+            assert parse_command(line)[1].upper_loss == "dpo"
     _, args = parse_command(kept)
     assert args.keep == parse_command(less)[1].out
     assert args.token_budget == 1000  # TOKENS until mixing is over, see parse_command

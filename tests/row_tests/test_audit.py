@@ -8,7 +8,7 @@ from conftest import read_rows, write_rows
 
 from row_tests import audit
 from row_tests.__main__ import main
-from utils import content_hash
+from utils import UserError, content_hash
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,9 @@ def test_kept_stands_in_for_a_reason(tmp_path):
     drawn = audit.draw_rows(write_rows(tmp_path / "weights.jsonl", rows), 30, 0)
     assert {row["row_id"] for row in drawn if row["flagged"]} == {4, 5}
     assert len(drawn) == 6
+    del rows[0]["kept"]
+    with pytest.raises(UserError, match=r"weights.jsonl: 'kept'"):
+        audit.draw_rows(write_rows(tmp_path / "weights.jsonl", rows), 30, 0)
 
 
 def test_bad_input(words, refused, tmp_path, monkeypatch):
