@@ -53,19 +53,11 @@ warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprec
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _is_path(name):
-    """Whether a name cannot be a name on the hub."""
-    return os.path.exists(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
 @functools.cache  # one question to the hub a name
 def _check_source(name):
     """`UserError` for a folder that is not there, or a name that the hub does not have."""
-    if os.path.isdir(name):
-        return
-    if _is_path(name):
-        raise UserError(f"{name}: no such folder for the model")
-    hub_answers("model_info", name, "model")
+    if not os.path.isdir(name):
+        hub_answers("model_info", name, "model")
 
 
 def load_tokenizer(name):
@@ -438,8 +430,6 @@ def save_adapter(model, folder, card):
     shutil.rmtree(partial, ignore_errors=True)
     try:
         model.save_pretrained(partial, selected_adapters=["default"])
-        for file in partial.glob("*.safetensors"):  # written for their owner alone
-            file.chmod((partial / "adapter_config.json").stat().st_mode)
         (partial / "README.md").write_text(card)  # PEFT's own is a form to fill in
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)

@@ -244,10 +244,7 @@ def parse(parser, argv, presets=PRESETS):
         raise UserError("--fsdp: start several processes with torchrun --nproc-per-node N")
     if args.fsdp and args.four_bit:
         raise UserError("--fsdp and --four-bit: one of them")
-    # Every flag starts as None here, so a value that is not None was given.
-    blank = argparse.Namespace(**dict.fromkeys(vars(args)))
-    given = parser.parse_args(argv, blank)
-    report_unread(args, given)
+    report_unread(args, parser)
     if toy:
         vars(args).update(toy_files(args))
     for name in ("lower", "upper", "model"):
@@ -280,8 +277,8 @@ def toy_files(args):
     }
 
 
-def report_unread(args, given):
-    """Say which flags were given and are not read by this kind of run."""
+def report_unread(args, parser):
+    """Say which flags have another value than the default, and are not read by this kind of run."""
     unread = []
     if args.method in ("mix", "sft"):
         unread += OF_BDS
@@ -297,9 +294,10 @@ def report_unread(args, given):
             unread.append("first_refresh")
     if getattr(args, "mask", "static") not in ("static", "dynamic"):
         unread.append("ratio_masked")
-    flags = [
-        f"--{name.replace('_', '-')}" for name in unread if getattr(given, name) is not None
-    ]
+    flags = []
+    for name in unread:
+        if getattr(args, name) != parser.get_default(name):
+            flags.append(f"--{name.replace('_', '-')}")
     if flags and os.environ.get("RANK", "0") == "0":
         print(f"not read by this run: {', '.join(flags)}")
 
