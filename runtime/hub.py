@@ -19,7 +19,7 @@ def hub_answers(info, name, what):
     except (hub.errors.RepositoryNotFoundError, hub.errors.HFValidationError):
         raise UserError(
             f"{name}: no such {what} on the hub, or it is private or gated (log in with "
-            "`hf auth login`); and no file or folder of that name"
+            f"`hf auth login`); and there is no {what} at that path"
         ) from None
     except hub.errors.HfHubHTTPError:
         pass  # it answered, with another error: the loader asks again and says what is wrong
