@@ -460,6 +460,14 @@ def started(*arguments, **streams):
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
 
 
+def ran(*arguments, **environment):
+    """`python(*arguments)` when it has ended: returncode, stdout, stderr."""
+    command, environment = python(*arguments, **environment)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
 def python(*arguments, **environment):
     """(command, environment) of a fresh interpreter in the project root."""
     base = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

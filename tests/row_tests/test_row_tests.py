@@ -172,12 +172,6 @@ def test_a_single_row(tested, files):
     assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
 
 
-def test_bad_input(refused, faulty, folders):
-    words = ["--lower", faulty, "--model", str(folders["llama"]), "--out"]
-    assert "would overwrite" in refused(lambda: main([*words, faulty]))
-    assert len(read_rows(faulty)) == 24
-
-
 # --- verdicts -------------------------------------------------------------------------------------
 
 
