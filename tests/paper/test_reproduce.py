@@ -4,7 +4,7 @@ import json
 import shlex
 
 import pytest
-from conftest import make_rows, read_rows, write_rows
+from conftest import flags, read_rows, write_files, write_pairs, write_rows
 
 from paper import reproduce
 from paper.__main__ import main
@@ -15,23 +15,10 @@ TINY = "--epochs 1 --batch 8 --lora-rank 2 --micro-batch 8"
 
 
 def tiny(here, folders, pairs=False):
-    write_rows(here / "lower.jsonl", make_rows(24, 1))
-    rows = make_rows(16, 2)
+    paths = write_files(here, lower=24, upper=12, upper_heldout=4)
     if pairs:
-        rows = [
-            {
-                "prompt": row["prompt"],
-                "chosen": row["response"],
-                "rejected": f"no {number}",
-            }
-            for number, row in enumerate(rows)
-        ]
-    write_rows(here / "upper.jsonl", rows[:12])
-    write_rows(here / "heldout.jsonl", rows[12:])
-    return (
-        f"--model {folders['llama']} --lower lower.jsonl --upper upper.jsonl "
-        "--upper-heldout heldout.jsonl --cache-dir cache"
-    )
+        write_pairs(paths)
+    return shlex.join(flags(model=folders["llama"], cache_dir="cache", **paths))
 
 
 @pytest.mark.slow
