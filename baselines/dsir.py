@@ -79,13 +79,9 @@ def dsir_log_weights(lower, upper):
     return np.array(weights)
 
 
-def gumbel(num_rows, seed):
-    """(num_rows,) of Gumbel(0, 1): the top k of log w + noise is a sample without replacement."""
-    return np.random.default_rng(seed).gumbel(size=num_rows)
-
-
 def dsir_scores(lower, upper, seed):
     """{"score": the log weight plus seeded Gumbel noise, "log_weight"}, (N,) float64 each."""
     weights = dsir_log_weights(RowTexts(lower), RowTexts(upper))
-    scores = weights + gumbel(len(lower), seed)
+    # The top k of log weight + Gumbel(0, 1) is a sample without replacement.
+    scores = weights + np.random.default_rng(seed).gumbel(size=len(weights))
     return {"score": torch.from_numpy(scores), "log_weight": torch.from_numpy(weights)}

@@ -30,8 +30,6 @@ def local_task(folder, task):
 
     config = TASKS / f"{task}.yaml"
     file = Path(folder) / f"{task}.jsonl"
-    if not file.exists():
-        file = Path(folder) / f"{task.replace('_', '-')}.jsonl"
     for needed in (config, file):
         if not needed.exists():
             raise UserError(f"--tasks {task}: {needed} does not exist")

@@ -315,21 +315,17 @@ def online(tmp_path, capfd, folders):
 
 
 @pytest.fixture
-def rank(tmp_path, capfd, folders):
-    """rank(method, files, **flags): `python -m baselines` in this process.
+def ranked_by(tmp_path, capfd):
+    """ranked_by(main, *words, **flags): a command that writes a ranking, in this process.
 
     It returns a namespace: order (row_ids), ranked and rows (best first; by row_id), scores, text,
     file, result (of the RESULT line).
     """
-    from baselines.__main__ import main
 
-    def call(method, files, out="kept.jsonl", **options):
-        if files:
-            sources = {key: files[key] for key in ("lower", "upper") if key in files}
-            options = sources | {"model": folders["llama"]} | options
+    def call(main, *words, out="kept.jsonl", **options):
         options = {"out": tmp_path / out, "cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
-        main([method, *flags(**options)])
+        main([*words, *flags(**options)])
         text = capfd.readouterr().out
         ranked = read_rows(options["out"])
         rows = sorted(ranked, key=lambda row: row["row_id"])
@@ -342,6 +338,20 @@ def rank(tmp_path, capfd, folders):
             scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
             result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
         )
+
+    return call
+
+
+@pytest.fixture
+def rank(ranked_by, folders):
+    """rank(method, files, **flags): `python -m baselines`, see `ranked_by`."""
+    from baselines.__main__ import main
+
+    def call(method, files, **options):
+        if files:
+            sources = {key: files[key] for key in ("lower", "upper") if key in files}
+            options = sources | {"model": folders["llama"]} | options
+        return ranked_by(main, method, **options)
 
     return call
 
@@ -458,6 +468,14 @@ def started(*arguments, **streams):
     command, environment = python(*arguments)
     streams["stdout"] = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams)
+
+
+def ran(*arguments, **environment):
+    """`python(*arguments)` when it has ended: returncode, stdout, stderr."""
+    command, environment = python(*arguments, **environment)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
 
 
 def python(*arguments, **environment):

@@ -7,10 +7,9 @@ checks, compiled, where there is a GPU.
 
 import importlib.util
 import json
-import subprocess
 
 import pytest
-from conftest import ROOT, python
+from conftest import ran
 from kernel_checks import CASES
 
 pytestmark = pytest.mark.skipif(
@@ -24,10 +23,7 @@ LIMITS = {"bfloat16": 6e-3, "float32": 2e-6}
 @pytest.fixture(scope="module")
 def report():
     """The results of every check, by name."""
-    command, environment = python(ROOT / "tests" / "kernel_checks.py", TRITON_INTERPRET="1")
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = ran("tests/kernel_checks.py", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -8,14 +8,13 @@ packed path. The examples in the docstrings of the files that people copy run he
 import copy
 import json
 import math
-import subprocess
 import textwrap
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from conftest import ROOT, assert_near, make_llama, make_neox, normal, python, seeded
+from conftest import assert_near, make_llama, make_neox, normal, ran, seeded
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -719,10 +718,7 @@ print(json.dumps(report))
 def test_memory_of_a_step_at_4096_tokens_and_a_50k_vocabulary():
     """The packed step beside the plain one that holds all logits: the same loss and gradient, at
     most an eighth of the memory. (T V floats are 0.82 GB; the plain step holds about three.)"""
-    command, environment = python("-c", MEMORY)
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = ran("-c", MEMORY)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     packed = report["packed"]

@@ -1,7 +1,7 @@
 """`python -m baselines`: what a ranking holds, the rows it reads, and bad input."""
 
 import pytest
-from conftest import flags, read_rows, write_rows
+from conftest import flags, read_rows, write_pairs, write_rows
 
 import models
 import train_offline
@@ -20,24 +20,15 @@ LESS = {
 
 
 @pytest.fixture
-def preferences(files, tmp_path):
+def preferences(files):
     """Row files whose 30 upper pairs hold one of two equal answers and one without an answer."""
-    files = files(lower=12, upper=30)
-    pairs = []
-    for number, row in enumerate(read_rows(files["upper"])):
-        pairs.append(
-            {
-                "prompt": row["prompt"],
-                "chosen": row["response"],
-                "rejected": f"{number}",
-            }
-        )
+    files = files(lower=12, upper=30, heldout=0)
+    write_pairs(files)
+    pairs = read_rows(files["upper"])
     pairs[4]["rejected"] = pairs[4]["chosen"]
     pairs[9]["rejected"] = ""
-    return {
-        "lower": files["lower"],
-        "upper": write_rows(tmp_path / "pairs.jsonl", pairs),
-    }
+    write_rows(files["upper"], pairs)
+    return files
 
 
 def test_the_upper_rows_of_pairs_are_those_of_training(preferences, folders, tmp_path):

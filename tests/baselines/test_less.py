@@ -4,13 +4,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import make_llama, make_rows, read_rows, tensor, write_rows
+from conftest import make_llama, read_rows, tensor, write_rows
 from safetensors.torch import load_file
 
 import batches
 import models
 from baselines import less
-from data.tokens import load_rows
 
 LESS = {
     "epochs": 2,
@@ -63,19 +62,13 @@ def brute_gradients(folder, theta, rows):
     return torch.stack(gradients)
 
 
-def tokenised(folder, path, cache):
-    return load_rows(path, models.load_tokenizer(folder), cache_dir=str(cache))[0]
-
-
-def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
-    lower = write_rows(tmp_path / "lower.jsonl", make_rows(9, 1))
-    upper = write_rows(tmp_path / "upper.jsonl", make_rows(7, 2))
-    heldout = write_rows(tmp_path / "heldout.jsonl", make_rows(2, 3))
+def test_eq_less_score_by_brute_force(rank, folders, files, load):
+    files = files(lower=9, upper=7, heldout=2)
     settings = {**LESS, "warmup_fraction": 0.6, "micro_batch": 3}
     made = rank(
         "less",
-        {"lower": lower, "upper": upper},
-        upper_heldout=heldout,
+        files,
+        upper_heldout=files["heldout"],
         dtype="float64",
         **settings,
     )
@@ -83,8 +76,8 @@ def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
     rates = [float(state["lr"]) for state in states]
     # 5 warm-up rows in batches of 4: two steps an epoch, of which one of four rises.
     assert rates == pytest.approx([1e-2 * (1 / 2 + 3 / 3) / 2, 1e-2 * (2 / 3 + 1 / 3) / 2])
-    lower = tokenised(folders["llama"], lower, tmp_path / "cache")
-    upper = tokenised(folders["llama"], upper, tmp_path / "cache")
+    lower, _ = load(files["lower"])
+    upper, _ = load(files["upper"])
     scores = torch.zeros(9, dtype=torch.float64)
     for rate, state in zip(rates, states, strict=True):
         train = brute_gradients(folders["llama"], state["theta"], lower)
@@ -98,13 +91,13 @@ def test_eq_less_score_by_brute_force(rank, folders, tmp_path):
     assert torch.allclose(made.scores, scores, rtol=0, atol=1e-10)
 
 
-def test_eq_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, tmp_path):
+def test_eq_less_warm_up_is_adam_on_the_chosen_rows(rank, folders, files, load):
     """One step: the checkpoint holds theta_1, 0.1 g and 0.001 g^2 of the clipped mean gradient."""
     files = files(lower=10, upper=8)
     settings = {**LESS, "epochs": 1, "warmup_fraction": 0.4}
     made = rank("less", files, dtype="float64", **settings)
     state = load_file(f"{made.file}.less/warmup_0.safetensors")
-    rows = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
+    rows, _ = load(files["lower"])
     chosen = batches.permutation(10, 0, 0, stream=4)[:4].tolist()
     torch.manual_seed(0)
     _, parameters = adapted(folders["llama"])

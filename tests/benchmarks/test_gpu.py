@@ -4,11 +4,10 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import time
 
 import pytest
-from conftest import ROOT, python
+from conftest import ran
 
 from benchmarks import gpu_parts
 from benchmarks.__main__ import main
@@ -100,12 +99,7 @@ def test_every_part_can_go_to_a_python_of_its_own(tmp_path):
 @pytest.mark.slow
 def test_the_rehearsal(tmp_path):
     """Every part at tiny sizes, the Triton kernel through its interpreter."""
-    command, environment = python(
-        "-m", "benchmarks", "gpu", "--rehearse", "--out", tmp_path
-    )
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = ran("-m", "benchmarks", "gpu", "--rehearse", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "rehearsal"
 

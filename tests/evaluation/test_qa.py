@@ -147,11 +147,6 @@ def test_without_the_harness_one_line(folders, monkeypatch, refused):
 
 
 def test_a_task_without_a_file_is_named(tmp_path, refused):
-    write_rows(tmp_path / "arc-easy.jsonl", [question(0)])
-    config = qa.local_task(tmp_path, "arc_easy")
-    assert config["dataset_kwargs"]["data_files"]["test"] == str(
-        tmp_path / "arc-easy.jsonl"
-    )
     for task, file in (("piqa", "piqa.jsonl"), ("chess", "chess.yaml")):
         line = refused(lambda t=task: qa.local_task(tmp_path, t))
         assert line.startswith(f"error: --tasks {task}: ")

@@ -136,16 +136,3 @@ def test_masked_rows_are_ranked_apart(tmp_path):
         (line["group"], line["rows"], line["top_length"], line["bottom_length"])
         for line in lines
     ] == [("unmasked", 3, 1, 1)] * 2 + [("masked", 1, 100, 100)] * 2
-
-
-def test_positions_of_omega_are_row_ids_in_order(files, train):
-    """Every figure that joins omega with labels rests on this; here a row was dropped."""
-    paths = files(lower=14)
-    rows = read_rows(paths["lower"])
-    rows[3]["response"] = ""
-    write_rows(paths["lower"], rows)
-    run = Run(train(paths, epochs=2).out)
-    omega = run.omegas[2]
-    assert [row["row_id"] for row in run.rows] == [n for n in range(14) if n != 3]
-    weights = torch.tensor([row["weight"] for row in run.rows]).double()
-    torch.testing.assert_close(13 * omega.softmax(0), weights, atol=1e-6, rtol=1e-6)

@@ -1,21 +1,16 @@
 """The model that `examples/smollm2.py` writes is read, chats, and knows English from noise."""
 
-import subprocess
-
 import pytest
 import torch
-from conftest import ROOT, python
+from conftest import ran
 
 
 @pytest.mark.slow
 def test_the_model_is_written_with_its_chat_template(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    command, environment = python("examples/smollm2.py", tmp_path / "model")
     for line in ("model: written", "model: already there"):
-        done = subprocess.run(
-            command, env=environment, cwd=ROOT, capture_output=True, text=True
-        )
+        done = ran("examples/smollm2.py", tmp_path / "model")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip().endswith(line)
 
@@ -36,10 +31,7 @@ def test_a_missing_package_is_one_line():
         "sys.argv = ['smollm2.py', 'nowhere']; "
         "runpy.run_path('examples/smollm2.py', run_name='__main__')"
     )
-    command, environment = python("-c", code)
-    done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = ran("-c", code)
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "error: the package gguf is missing; run: pip install gguf==0.19.0"

@@ -23,11 +23,6 @@ def spoilt(kind, seed):
     return kind(ROW, DONOR, random.Random(seed))
 
 
-@pytest.mark.parametrize("kind", faults.KINDS)
-def test_every_fault_changes_the_answer_and_repeats_with_its_seed(kind):
-    assert spoilt(kind, 3) == spoilt(kind, 3) != ROW["response"]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_faults_are_what_they_say(seed):
     words = ROW["response"].split()

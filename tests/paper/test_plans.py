@@ -128,27 +128,6 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
     assert args.token_budget == 1000  # TOKENS until mixing is over, see parse_command
 
 
-def test_names_and_files_with_spaces_stay_one_word(here, capsys):
-    data = (
-        "--model m --lower 'my  rows.jsonl' --lower-columns 'prompt=a question,response=b'"
-    )
-    words = [
-        "--name",
-        "my runs",
-        "--scale",
-        "small",
-        "--data",
-        data + " --upper up.jsonl",
-    ]
-    lines = listed(capsys, "table1", "--only", "LESS; BDS", *words)
-    assert len(lines) == 4
-    for line in lines:
-        _, args = parse_command(line)
-        assert args.lower == ["my  rows.jsonl"]
-        assert args.lower_columns == "prompt=a question,response=b"
-        assert args.out.startswith("runs/my runs/")
-
-
 def test_published_settings_of_the_paper_scale(here, capsys):
     (line,) = listed(capsys, "table1", "--scale", "paper", "--only", "BDS")
     args = train_offline.parse_args(shlex.split(line)[2:])

@@ -1,12 +1,10 @@
 """`python -m row_tests`: the rankings that it writes, and what it prints."""
 
-import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import flags, make_rows, read_rows, write_rows
+from conftest import make_rows, read_rows, write_pairs, write_rows
 from datasets import Dataset
 
 from row_tests import look
@@ -35,31 +33,11 @@ COLUMNS = {
 
 
 @pytest.fixture
-def tested(tmp_path, capfd, folders):
-    """tested(lower, **flags): `python -m row_tests` in this process.
+def tested(ranked_by, folders):
+    """tested(lower, **flags): `python -m row_tests`, see `ranked_by`."""
 
-    It returns a namespace: ranked and rows (best first; by row_id), text, file, result.
-    """
-
-    def call(lower, out="ranking.jsonl", **options):
-        options = {
-            "lower": lower,
-            "model": folders["llama"],
-            "out": tmp_path / out,
-            "cache_dir": tmp_path / "cache",
-            **options,
-        }
-        capfd.readouterr()
-        main(flags(**options))
-        text = capfd.readouterr().out
-        ranked = read_rows(options["out"])
-        return SimpleNamespace(
-            ranked=ranked,
-            rows=sorted(ranked, key=lambda row: row["row_id"]),
-            text=text,
-            file=options["out"],
-            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
-        )
+    def call(lower, **options):
+        return ranked_by(main, lower=lower, model=folders["llama"], **options)
 
     return call
 
@@ -140,13 +118,10 @@ def test_trusted_rows_are_a_null_where_there_are_enough(tested, faulty, files):
     assert "36 upper rows" in made.text
 
 
-def test_preference_pairs_are_no_null_and_the_command_says_so(tested, faulty, tmp_path):
-    rows = []
-    for number, row in enumerate(make_rows(30, 6)):
-        prompt = f"{row['prompt']} {number}"
-        rows.append({"prompt": prompt, "chosen": row["response"], "rejected": "no"})
-    pairs = write_rows(tmp_path / "pairs.jsonl", rows)
-    made = tested(faulty, upper=pairs, upper_loss="dpo")
+def test_preference_pairs_are_no_null_and_the_command_says_so(tested, faulty, files):
+    pairs = {"upper": files(upper=30)["upper"]}
+    write_pairs(pairs)
+    made = tested(faulty, **pairs, upper_loss="dpo")
     assert made.rows == tested(faulty).rows
     assert "note: preference pairs do not say what good rows look like" in made.text
 
@@ -172,33 +147,14 @@ def test_a_single_row(tested, files):
     assert [row["rank"] for row in tested(files(lower=1)["lower"]).rows] == [1]
 
 
-def test_bad_input(refused, faulty, folders):
-    words = ["--lower", faulty, "--model", str(folders["llama"]), "--out"]
-    assert "would overwrite" in refused(lambda: main([*words, faulty]))
-    assert len(read_rows(faulty)) == 24
-
-
 # --- verdicts -------------------------------------------------------------------------------------
 
 
 def numbers_of(count):
     draw = torch.Generator().manual_seed(0)
-    names = (
-        "end",
-        "relevance",
-        "fluency",
-        "slip",
-        "peak",
-        "length",
-        "loss",
-    )
-    numbers = dict(
-        zip(
-            names,
-            torch.rand(7, count, generator=draw).double() + 1,
-            strict=True,
-        )
-    )
+    numbers = {}
+    for name in ("end", "relevance", "fluency", "slip", "peak", "length", "loss"):
+        numbers[name] = torch.rand(count, generator=draw).double() + 1
     numbers["repetition"] = torch.zeros(count).double()
     numbers["echo"] = torch.full((count,), math.nan).double()
     return numbers

@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 import safetensors
 import torch
-from conftest import ROOT, listing, python, started
+from conftest import listing, ran, started
 
 from runtime import command
 from utils import UserError
@@ -215,10 +215,7 @@ def test_a_signal_is_one_line_and_leaves_nothing(tmp_path, program, number, code
     into a RuntimeError, and Python forgets what a callback raises."""
     file = tmp_path / "rows.jsonl"
     file.write_text("old\n")
-    words, environment = python("-c", program, file, int(number))
-    done = subprocess.run(
-        words, env=environment, cwd=ROOT, text=True, timeout=60, stderr=subprocess.PIPE
-    )
+    done = ran("-c", program, file, int(number))
     assert (done.returncode, done.stderr) == (code, "error: interrupted\n")
     assert listing(tmp_path) == ["rows.jsonl"]
     assert Path(file).read_text() == "old\n"
