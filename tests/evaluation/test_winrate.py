@@ -355,10 +355,7 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
 
 def test_prompts_without_text_have_no_answer(folders):
     trained = load_trained(str(folders["llama"]))
-    texts = winrate.respond(trained, ["", " ", "red blue"], 4)
-    assert texts[:2] == ["", ""]
-    with pytest.raises(UserError, match="no prompt has any text"):
-        winrate.respond(trained, [""], 4)
+    assert winrate.respond(trained, ["", " ", "red blue"], 4)[:2] == ["", ""]
 
 
 def test_rows_without_a_partner_are_said_and_doubled_ones_meet_in_order(capfd):

@@ -34,11 +34,14 @@ def test_faults_are_what_they_say(seed):
     assert "not" in changed or "1871" not in changed
 
 
+def long_rows(count):
+    """Rows with which every fault can be made."""
+    rows = make_rows(count, 1)
+    return [row | {"response": row["response"] + " is a b c d e f"} for row in rows]
+
+
 def test_a_share_of_the_rows_is_spoilt_in_all_ways():
-    rows = [
-        {**row, "response": row["response"] + " is a b c d e f"}
-        for row in make_rows(100, 1)
-    ]
+    rows = long_rows(100)
     labelled = faults.spoil(rows, 0.3, seed=0)
     bad = [row for row in labelled if row["bad"]]
     assert (len(labelled), len(bad)) == (89, 27)
@@ -53,10 +56,7 @@ def test_a_share_of_the_rows_is_spoilt_in_all_ways():
 
 
 def test_the_spoilt_rows_take_the_place_of_the_good_ones(here, folders):
-    rows = [
-        {**row, "response": row["response"] + " is a b c d e f"} for row in make_rows(40, 1)
-    ]
-    write_rows("good.jsonl", rows)
+    write_rows("good.jsonl", long_rows(40))
     write_rows("trusted.jsonl", make_rows(20, 2))
     data = f"--model {folders['llama']} --lower good.jsonl --lower-limit 30 --upper trusted.jsonl"
     words = [
