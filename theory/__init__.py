@@ -1,4 +1,4 @@
-"""The paper's five statements, as something one can run and see (float64, CPU, under a minute).
+"""The paper's five statements, as something one can run and see (float64, CPU, two minutes).
 
     python -m theory [benefit|coverage|convergence|equivalence|weights|all] [--out results/theory]
 

@@ -1,4 +1,4 @@
-"""Command line: python -m theory [PART] [--out FOLDER]; under a minute on one CPU core."""
+"""Command line: python -m theory [PART] [--out FOLDER]; about two minutes on one CPU core."""
 
 import json
 from pathlib import Path
