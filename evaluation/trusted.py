@@ -7,8 +7,8 @@ Three questions, a problem of the set where the answer is no:
               prompts are to another trusted one: cosine of TF-IDF over hashed words and word pairs.
               A set of the same kind as the lower rows therefore covers about 90 % of them.
     guidance  does a short run on one half of it lower the loss of its other half more than a run
-              on as many random lower rows, by two standard errors? The error is that of the held-out
-              rows alone: each side is one run of one seed.
+              on as many random lower rows, by two standard errors? The error is that of the
+              held-out rows alone: each side is one run of one seed.
 """
 
 import math
