@@ -262,7 +262,7 @@ def parse(parser, argv, presets=PRESETS):
 
 
 def toy_files(args):
-    """{argument: [file]} of the embedded toy's rows, where no others are named; of DPO pairs."""
+    """{argument: [file]} of the embedded toy's rows, unless named; those of DPO are pairs."""
     kind = "_pairs" if args.upper_loss == "dpo" else ""
     files = {
         "lower": "lower",

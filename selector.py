@@ -204,9 +204,8 @@ def mean_ranks(x):
 
 def static_mask(num_rows, ratio, generator):
     """I_M sampled once and held fixed: round(R * N) random rows -> bool (N,), on the CPU."""
-    return dynamic_mask(
-        torch.zeros(num_rows), ratio, generator
-    )  # the ties of equal weights
+    # Of equal weights, whose ties are broken at random.
+    return dynamic_mask(torch.zeros(num_rows), ratio, generator)
 
 
 def dynamic_mask(logits, ratio, generator):

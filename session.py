@@ -422,9 +422,8 @@ def result_of(args, run, ranked):
     lengths = ranked["length"]
     kept = ranked["kept"]
     every = (losses, lengths)
-    if (
-        run.rows.all_lower is not lower
-    ):  # all were read; those that --keep left count as kept
+    if run.rows.all_lower is not lower:
+        # The same rows for every method; those that --keep left are the kept ones.
         every = row_losses(model, run.rows.all_lower, label="all lower losses")
         check_final(run, every[0])
         kept = slice(None)

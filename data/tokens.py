@@ -107,8 +107,9 @@ def load_rows(
                 so many tokens or more are set aside
     limit       a seeded random subset of so many rows of each source, held in memory meanwhile
 
-    Columns: source, row_id, hash, prompt_hash, prompt, response, input_ids, trained (1: carries
-    loss), complete (not cut), and where a source has them: bad, kind, and messages (JSON text, see
+    Columns: source, row_id, hash, prompt_hash (of what is asked, without a system turn; with turns
+    "all" of the first question), prompt, response, input_ids, trained (1: carries loss), complete
+    (not cut), and where a source has them: bad, kind, and messages (JSON text, see
     `layouts.conversation`; null for a row of one question and one answer). The cache is that of
     `datasets`; its key holds the name and the content of a source and every setting.
 

@@ -28,14 +28,8 @@ RUN_FILES = (
     "weights.jsonl",
     "curated.jsonl",
 )
-FILES = (
-    *LEVELS,
-    "model",
-    "adapter",
-    "keep",
-    "mask",
-    "weights",
-)  # arguments that name files
+# Arguments that name files or folders.
+FILES = (*LEVELS, "model", "adapter", "keep", "mask", "weights")
 
 
 def names_of(sources):
