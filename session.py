@@ -151,7 +151,7 @@ def set_up(args, device, tokenizer, rows, plan):
 
 def read_sets(args, tokenizer):
     """The rows of a run, with --keep those that a ranking keeps, printed with their counts."""
-    folder.check_free(Path(args.out), args.resume)  # before the hours of reading
+    folder.check_free(Path(args.out), args.resume)  # before rows and model are read
     config = models.load_config(args.model)
     rows = sets.load_levels(args, tokenizer, models.context_length(config))
     sets.check_vocabulary(rows.by_name(), config)
@@ -421,11 +421,11 @@ def result_of(args, run, ranked):
     losses = ranked["final_loss"]
     lengths = ranked["length"]
     kept = ranked["kept"]
-    every = (losses, lengths)
+    of_all = (losses, lengths)
     if run.rows.all_lower is not lower:
         # The same rows for every method; those that --keep left are the kept ones.
-        every = row_losses(model, run.rows.all_lower, label="all lower losses")
-        check_final(run, every[0])
+        of_all = row_losses(model, run.rows.all_lower, label="all lower losses")
+        check_final(run, of_all[0])
         kept = slice(None)
     result = {
         "method": args.method,
@@ -435,7 +435,7 @@ def result_of(args, run, ranked):
         "dtype": str(model.dtype).removeprefix("torch."),
         **run.base.metrics,
         **{key: last[key] for key in held_out},
-        **mean_losses(*every, "lower_original"),
+        **mean_losses(*of_all, "lower_original"),
         **mean_losses(losses[kept], lengths[kept], "lower_kept"),
     }
     return result

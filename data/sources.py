@@ -286,7 +286,7 @@ def _numbered(batches):
         for start in range(len(batch)):
             try:
                 (row,) = batch.slice(start, 1).to_pylist()
-            except Exception:
+            except (ValueError, OverflowError):  # bytes that are not UTF-8, dates far away
                 row = Unusable("a value that cannot be read")
             yield f"row {number}", row
             number += 1

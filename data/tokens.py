@@ -97,7 +97,7 @@ def load_rows(
 
     source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
                 owner/name[:config][@split]; or a list of such, read one behind the other
-    name        what messages call it, such as "lower"
+    name        what a message calls it, such as "lower"
     columns     our column names -> the source's, when the layout is not a known one; a source that
                 has none of these is read as it is
     template    plain template; None: the tokenizer's chat template, else TEMPLATE
@@ -121,12 +121,11 @@ def load_rows(
 
     sources = [source] if isinstance(source, (str, Path)) else source
     sources = list(map(str, sources))
-    name = name or ", ".join(sources)
     check_different(sources)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{name}: the tokenizer has no end-of-sequence token, so no response could ever end; "
-            'set "eos_token" in its tokenizer_config.json'
+            f"{name or source}: the tokenizer has no end-of-sequence token, so no response could "
+            'ever end; set "eos_token" in its tokenizer_config.json'
         )
     settings = SimpleNamespace(  # a part of the cache's key
         columns=layouts.parse_columns(columns),
@@ -309,9 +308,9 @@ class Reader:
         asked = [turn for turn in messages[:-1] if turn["role"] != "system"]
         if settings.turns == "all":  # the answer to the first question trains, too
             asked = asked[:1]
-        asked = unicodedata.normalize("NFC", layouts.transcript(asked))
+        question = unicodedata.normalize("NFC", layouts.transcript(asked))
         self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
-        self.extras.update({*LABELS} & row.keys())
+        self.extras.update(row.keys() & LABELS)
         return {
             "source": self.source,
             "row_id": row_id,
@@ -319,7 +318,7 @@ class Reader:
             "prompt": prompt,
             "response": messages[-1]["content"],
             "hash": row_hash,
-            "prompt_hash": content_hash(" ".join(asked.split())),
+            "prompt_hash": content_hash(" ".join(question.split())),
             "segments": segments,
             # A row without a label counts as good and has no kind.
             "bad": _flag(row.get("bad")),

@@ -151,7 +151,7 @@ def final_metrics(run):
 
 def same_experiment(one, two):
     """Whether two runs are seeds of one experiment."""
-    flags = (vars(one.args) | vars(two.args)).keys() - {*SAME_EXPERIMENT}
+    flags = (vars(one.args) | vars(two.args)).keys() - SAME_EXPERIMENT
     return all(same_value(one, two, flag) for flag in flags)
 
 
@@ -232,7 +232,7 @@ def run_compare(args):
     if args.json:
         write_atomic(args.json, json.dumps(rows, indent=2) + "\n")
     print(
-        "nats a token, sequence mean, of pairs the DPO loss; ± is the standard deviation over seeds"
+        "nats a token, sequence mean (of pairs: DPO loss); ± is the standard deviation over seeds"
     )
     show_table(*comparison_cells(rows))
     if len(rows) < len(args.runs):

@@ -58,11 +58,13 @@ def mean_one_weights(lines):
 
     That of a masked row is the weight of its new answer, so the original's is 1, too.
     """
-    weights = torch.ones(len(lines), dtype=torch.float64)
-    for place, line in enumerate(lines):
+    if "weight" not in lines[0]:
+        return torch.ones(len(lines), dtype=torch.float64)
+    weights = []
+    for line in lines:
         is_judged = is_rewritten(line) or not line.get("masked")
-        if "weight" in lines[0] and is_judged:
-            weights[place] = line["weight"]
+        weights.append(line["weight"] if is_judged else 1)
+    weights = torch.tensor(weights, dtype=torch.float64)
     if not (weights >= 0).all() or not weights.sum() > 0:
         raise ValueError("its weights are negative, missing or all zero")
     return weights / weights.mean()
@@ -198,7 +200,7 @@ def run_export(args):
         else:
             rows.append(exported | {"weight": weights[place].item()})
     # `datasets` takes the columns from the first rows of a file.
-    rows.sort(key=lambda row: not row.keys() & set(RENDERED))
+    rows.sort(key=lambda row: not row.keys() & RENDERED)
     write_jsonl(out, rows)
     mixer_table(lines, chosen, weights)
     if flattened and args.format == "alpaca":

@@ -16,7 +16,8 @@ from utils import UserError
 LOWER_IS_BETTER = re.compile(
     "|".join(("rank", r"(\w+_)?loss", "ifd", "surprise", *detect.DETECTORS))
 )
-FAULTS = ("echo", "slip")
+FAULTS = ("echo", "slip")  # columns that only rows with a fault have
+
 
 # --- another threshold ----------------------------------------------------------------------------
 
@@ -24,8 +25,8 @@ FAULTS = ("echo", "slip")
 def sort_by(rows, column):
     """Sort the rows of a ranking by a numeric column, the best first; how, in words.
 
-    Rows without a number (None) come last, in their order: it could not be measured. Only those
-    without one of FAULTS, a number that good rows lack, come first.
+    Rows without a number (None) come last, in their order: it could not be measured. In a column of
+    FAULTS they come first: they have no such fault.
     """
     for row in rows:
         value = row[column]

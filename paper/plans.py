@@ -111,8 +111,8 @@ def setting(args):
     if args.target in SAFETY and args.scale == "small" and args.data is None:
         raise UserError(
             f"{args.target} --scale small: name the rows, such as --data '--model NAME --lower "
-            f"{RECIPES}/redorca.jsonl --lower-limit 2000 --upper {RECIPES}/blueorca.jsonl', "
-            "for table3-dpo pairs as --upper"
+            f"{RECIPES}/redorca.jsonl --lower-limit 2000 --upper {RECIPES}/blueorca.jsonl'; "
+            "table3-dpo needs pairs as --upper"
         )
     return words
 

@@ -148,8 +148,8 @@ MARKED = re.compile(
     r"site|link|program|function|url|element|template|highlight|bold|font|"
     r"format|github|non-?breaking|component|react|vue|angular|django|flask|xss|"
     r"escape|scrap|pars|div\b|iframe|alt\b|bootstrap|jquery|php|dom\b|wordpress|"
-    r"table|embed|blog|newsletter|symbol|ampersand|line break|navigation|paragraph|readme|cms\b|"
-    r"browser|image|button|menu|header|footer)|<|&#?\w+;"
+    r"table|embed|blog|newsletter|symbol|ampersand|line break|navigation|readme|cms\b|"
+    r"browser|button|header|footer)|<|&#?\w+;"
 )
 # An answer that declines. None asks for what its question lacks, or tells what a program is not.
 DECLINED = re.compile(
@@ -227,10 +227,10 @@ SPEECH = (
 # A question that asks for another language, or is about one.
 NAMED = re.compile(
     r"(?i)transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
-    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual|persian|farsi|dari|"
-    r"iran|urdu|pashto|kurd|bulgar|serb|macedon|belarus|kazakh|kyrgyz|tajik|mongol|marathi|nepal|"
-    r"sanskrit|yiddish|israel|brazil|mexic|kanji|kana|hiragana|katakana|cantonese|tokyo|"
-    r"mother tongue|(in the|the) original)|"
+    r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual|persian|farsi|"
+    r"dari\b|iran|urdu|pashto|kurd|bulgar|serb|macedon|belarus|kazakh|kyrgyz|tajik|mongol|marathi|nepal|"
+    r"sanskrit|yiddish|israel|brazil|mexic|kanji|kana\b|hiragana|katakana|cantonese|"
+    r"mother tongue|in the original)|"
     r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1"
 )
 _PRIME = 2**31 - 1
@@ -416,8 +416,8 @@ def text_reasons(rows):
     or in a "not"; one is short enough (`CLOSED`) to be a fact. Both rows: nothing tells which one
     is right.
     stock: STOCK questions or more have the answer, word by word. It has STOCK words or more and
-    stands in none of the questions, as a choice would; they share no word, as those of one task do,
-    whose answers are labels. Frequent English words do not count.
+    stands in none of the questions, as a choice would, nor begins with yes or no; they share no
+    word, as those of one task do, whose answers are labels. Frequent English words do not count.
     One pass, linear; what is kept of a row are its hashes, about 3 KB.
     """
     copies = NearCopies()

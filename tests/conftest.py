@@ -473,9 +473,8 @@ def started(*arguments, **streams):
 def ran(*arguments, **environment):
     """`python(*arguments)` when it has ended: returncode, stdout, stderr."""
     command, environment = python(*arguments, **environment)
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, env=environment, **options)
 
 
 def python(*arguments, **environment):

@@ -135,8 +135,11 @@ def test_nothing_is_written_over_an_input(here, refused):
     os.mkfifo(here / "pipe")
     run = fabricate(here / "run", keep="kept.jsonl")
     add_texts(run, "x", read_rows(run / "weights.jsonl"))
-    names = [name for name in listing(here) if name != "pipe"]
-    before = {name: (here / name).read_bytes() for name in names}
+
+    def contents():
+        return {n: (here / n).read_bytes() for n in listing(here) if n != "pipe"}
+
+    before = contents()
     for command, flags in (
         ("report", []),
         ("keep", ["--keep-fraction", "0.5"]),
@@ -154,6 +157,6 @@ def test_nothing_is_written_over_an_input(here, refused):
         for path in (str(here), "pipe"):
             words = [command, str(run), *flags, "--out", path]
             assert "is a folder or a device" in refused(lambda w=words: front.main(w))
-    assert before == {name: (here / name).read_bytes() for name in names}
+    assert contents() == before
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)
