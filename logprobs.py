@@ -361,15 +361,23 @@ def packed_attention(
     scaling=None,
     dropout=0.0,
     cu_seqlens=None,
-    row_lengths=None,
+    longest=None,
     **kwargs,
 ):
     """Causal attention inside each packed row; without `cu_seqlens`, transformers' own SDPA.
 
     query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) int32 row borders,
-    row_lengths their differences as a list (taken once a forward: on CUDA reading them waits).
+    longest: tokens of the longest row (taken once a forward: on CUDA reading it waits).
     Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop: never a T x T mask.
     """
+    batch, heads, length, size = query.shape
+    if cu_seqlens is None and length == 1 and key.shape[1] < heads:
+        # Decoding: heads that share keys are read as positions, so no key is repeated.
+        grouped = query.view(batch, key.shape[1], -1, size)
+        output = scaled_dot_product_attention(
+            grouped, key, value, attn_mask=attention_mask, scale=scaling
+        )
+        return output.reshape(batch, 1, heads, size), None
     if cu_seqlens is None:
         return sdpa_attention_forward(
             module,
@@ -381,8 +389,7 @@ def packed_attention(
             dropout=dropout,
             **kwargs,
         )
-    lengths = row_lengths or cu_seqlens.diff().tolist()
-    longest = max(lengths)
+    longest = longest or cu_seqlens.diff().max().item()
     window = kwargs.get("sliding_window")
     if window is not None and window < longest:
         raise ValueError(
@@ -396,7 +403,7 @@ def packed_attention(
     if value.device.type == "cpu" and dtype == torch.bfloat16:
         # Torch's bf16 backward takes twice as long there, and is less exact.
         value = value.float()
-    groups = query.shape[1] // key.shape[1]
+    groups = heads // key.shape[1]
     query = query.to(value.dtype)  # a norm under autocast is float32
     key = repeat_kv(key.to(value.dtype), groups)
     value = repeat_kv(value, groups)
@@ -406,20 +413,26 @@ def packed_attention(
         output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **causal)
         return output[None], None
     causal = {"scale": scaling, "is_causal": True, "dropout_p": dropout}
+    output = _attention_by_row(query, key, value, cu_seqlens, causal)
+    return output.to(dtype), None
+
+
+@torch.compiler.disable  # it would be compiled anew for every number of rows
+def _attention_by_row(query, key, value, cu_seqlens, causal):
+    lengths = cu_seqlens.diff().tolist()
     outputs = []
     for q, k, v in zip(
         *(x.split(lengths, dim=2) for x in (query, key, value)), strict=True
     ):
         outputs.append(scaled_dot_product_attention(q, k, v, **causal))
-    output = torch.cat(outputs, dim=2)
-    return output.transpose(1, 2).contiguous().to(dtype), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _fits_varlen(query, value):
     """Whether `varlen_attn` takes heads of this dtype and these sizes on this device."""
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and torch.cuda.get_device_properties(query.device).major >= 8
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] == value.shape[-1]
         and query.shape[-1] in range(8, 257, 8)
@@ -447,7 +460,7 @@ def packed_forward(model, batch):
         attention_mask=placeholder,
         use_cache=False,
         cu_seqlens=borders,
-        row_lengths=borders.diff().tolist(),
+        longest=borders.diff().max().item(),
     )
     return output[0][0].to(dtype)
 

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import shutil
+import types
 import warnings
 from pathlib import Path
 
@@ -284,9 +285,11 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):
         flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
-        low = flat @ a.to(weight.dtype).T
+        a = a.to(weight.dtype)
+        b = b.to(weight.dtype)
+        low = flat @ a.T
         output = torch.nn.functional.linear(flat, weight, bias)
-        output.addmm_(low, b.to(weight.dtype).T, alpha=scale)
+        output.addmm_(low, b.T, alpha=scale)
         ctx.save_for_backward(flat, weight, a, b, low)
         ctx.scale = scale
         ctx.input_shape = x.shape
@@ -297,14 +300,14 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx, grad):
         flat, weight, a, b, low = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
-        grad_low = (grad @ b.to(weight.dtype)).mul_(ctx.scale)
+        grad_low = (grad @ b).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, a.to(weight.dtype))
+            grad_x = (grad @ weight).addmm_(grad_low, a)
             grad_x = grad_x.view(ctx.input_shape).to(ctx.input_dtype)
         grad_a = grad_low.T @ flat
         grad_b = (grad.T @ low).mul_(ctx.scale)
-        return grad_x, None, None, grad_a.to(a.dtype), grad_b.to(b.dtype), None
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def _lora_forward(layer, x, *args, **kwargs):
@@ -336,7 +339,7 @@ def speed_up_lora(model):
         if "lora_A" not in layer._modules:  # hasattr is slow
             continue
         if type(getattr(layer, "base_layer", None)) is torch.nn.Linear:
-            layer.forward = functools.partial(_lora_forward, layer)
+            layer.forward = types.MethodType(_lora_forward, layer)
         elif dtype in (torch.bfloat16, torch.float16):
             layer.cast_input_dtype_enabled = False  # PEFT would widen what autocast rounds
             layer.forward = functools.partial(_autocast_forward, layer, dtype)
@@ -384,6 +387,29 @@ def update(parameters, optimizer, clip):
     return norm
 
 
+# --- the decoder layers ---------------------------------------------------------------------------
+
+
+def decoder_layers(model):
+    backbone = bare(model).base_model
+    return next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
+
+
+def compile_layers(model):
+    """Decoder layers run as `torch.compile` makes them, in place, one code for all.
+
+    On packed rows alone: generation has a cache, for which each would be compiled anew.
+    """
+    for layer in decoder_layers(model):
+        compiled = torch.compile(layer.forward, dynamic=True)
+        layer.forward = functools.partial(_choose_forward, layer.forward, compiled)
+
+
+def _choose_forward(plain, compiled, *args, **kwargs):
+    forward = compiled if "cu_seqlens" in kwargs else plain
+    return forward(*args, **kwargs)
+
+
 # --- several GPUs, saving -------------------------------------------------------------------------
 
 
@@ -401,8 +427,7 @@ def shard(model, device):
 
     mesh = init_device_mesh(device.type, (world_size(),))
     backbone = bare(model).base_model
-    layers = next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
-    for layer in layers:
+    for layer in decoder_layers(model):
         adapters = {p for name, p in layer.named_parameters() if "lora_" in name}
         fully_shard(layer, mesh=mesh, ignored_params=adapters)
     # The root has no weights of its own: it only lets one layer be fetched while another works.

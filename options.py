@@ -94,8 +94,14 @@ def add_arguments(parser):
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add(
         "--gradient-checkpointing",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="less memory, a third more time; published: on",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the decoder layers, a minute; steps on a GPU then take a quarter less time",
     )
     add(
         "--fsdp",
@@ -244,6 +250,10 @@ def parse(parser, argv, presets=PRESETS):
         raise UserError("--fsdp: start several processes with torchrun --nproc-per-node N")
     if args.fsdp and args.four_bit:
         raise UserError("--fsdp and --four-bit: one of them")
+    if args.compile and (args.fsdp or args.four_bit or args.gradient_checkpointing):
+        raise UserError(
+            "--compile goes with none of --fsdp, --four-bit, --gradient-checkpointing"
+        )
     report_unread(args, parser)
     if toy:
         vars(args).update(toy_files(args))

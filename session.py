@@ -229,6 +229,8 @@ def make_learner(args, device):
         optimizer_hat = torch.optim.Adam(theta_hat, lr=args.lr)
     if args.fsdp:
         models.shard(model, device)
+    if args.compile:
+        models.compile_layers(model)
     return Learner(model, theta, optimizer, theta_hat, optimizer_hat, fingerprints)
 
 

@@ -100,6 +100,7 @@ def bench_gpu(args):
         folder = folder / "rehearsal"
         # Before Triton is imported: it asks when a kernel is defined.
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # it would take minutes on a CPU
     from benchmarks import gpu_parts
     from runtime.processes import pick_device
 

@@ -39,6 +39,7 @@ from utils import first_line
 RHO, GAMMA, CLIP = 0.5, 0.1, 1.0
 MASKED_SHARE = 0.1  # R of the online steps
 SFT = "plain SFT"
+EAGER = "plain SFT, layers not compiled"
 BDS_CURRENT = "BDS, loss at theta^k"
 BDS_NEXT = "BDS, loss at theta^{k+1}"
 PADDED = "two padded forwards"
@@ -101,8 +102,8 @@ class Steps:
     losses can be compared; the arithmetic is that of any other rate.
     """
 
-    def __init__(self, model, lower, upper, batch, micro_batch):
-        """lower, upper: as many rows each. batch: of each level a step."""
+    def __init__(self, model, lower, upper, batch, micro_batch, compiled=False):
+        """lower, upper: as many rows each. batch: of each level a step. compiled: the layers."""
         self.model, self.lower, self.upper = model, lower, upper
         self.micro_batch = micro_batch
         order = torch.randperm(len(lower), generator=torch.Generator().manual_seed(0))
@@ -113,6 +114,9 @@ class Steps:
         losses, lengths = row_losses(model, lower)
         self.old_logps = -losses * lengths  # at generation
         self.twin = as_transformers_has_it(model)
+        self.compiled = compiled
+        if compiled:
+            models.compile_layers(model)
 
     def rows(self, turn):
         """(lower rows, upper rows) of a round."""
@@ -248,6 +252,8 @@ def variants_of(steps, groups=(1,)):
     for group in groups:
         call = functools.partial(steps.online, group)
         variants[online_name(group)] = Variant(call, answers=group, scored=True)
+    if steps.compiled:
+        variants[EAGER] = Variant(torch.compiler.set_stance("force_eager")(steps.plain))
     variants[PADDED] = Variant(steps.two_padded, is_peer=True)
     if installed("trl"):
         variants[TRL] = Variant(lambda turn: steps.trainer(turn), is_peer=True)

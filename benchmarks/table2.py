@@ -89,10 +89,11 @@ def hours_of(shape, steps, seconds_per_answer):
 
 
 def measure_steps(shape, rounds, checkpointing=False):
-    """What `compare_steps` returns of one of SHAPES and of GROUPS."""
+    """What `compare_steps` returns of one of SHAPES and of GROUPS; compiled or checkpointed."""
     work = work_of(shape)
     model, lower, upper = load_shape(shape, work.batch * rounds, checkpointing)
-    steps = Steps(model, lower, upper, work.batch, work.micro_batch)
+    compiled = not checkpointing
+    steps = Steps(model, lower, upper, work.batch, work.micro_batch, compiled)
     return compare_steps(steps, GROUPS)
 
 

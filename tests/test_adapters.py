@@ -4,6 +4,7 @@ PEFT warns about tensors that match nothing and goes on with random ones; a resu
 over other base weights without a word.
 """
 
+import functools
 import json
 
 import peft
@@ -14,11 +15,13 @@ from conftest import (
     copy_tree,
     make_adapter,
     make_llama,
+    make_neox,
     make_tokenizer,
     save_model,
     seeded,
 )
 from safetensors.torch import load_file, save_file
+from test_logprobs import ragged_rows
 from transformers import AutoModelForCausalLM
 
 import batches
@@ -149,6 +152,61 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
         assert (parameter.grad is None) == (other.grad is None)
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, other.grad)
+
+
+# --- compiled layers ------------------------------------------------------------------------------
+
+
+def test_compiled_layers_run_on_packed_rows_alone(
+    online, files, refused, monkeypatch, tmp_path
+):
+    """Answers have a cache, for which each layer would be compiled anew. Same run, bit for bit."""
+    calls = []
+
+    def stand_in(forward, dynamic):
+        def compiled(*args, **kwargs):
+            calls.append(kwargs["cu_seqlens"])
+            return forward(*args, **kwargs)
+
+        assert dynamic
+        return compiled
+
+    paths = files(lower=6, upper=6)
+    options = {"batch": 3, "epochs": 1, "max_new_tokens": 4}
+    expected = online(paths, **options)
+    monkeypatch.setattr(torch, "compile", stand_in)
+    run = online(paths, compile=True, out=tmp_path / "compiled", **options)
+    assert len(calls) > 4
+    assert run.result == expected.result
+    monkeypatch.undo()
+    for flag in ("fsdp", "four_bit", "gradient_checkpointing"):
+        line = refused(lambda flag=flag: online(paths, compile=True, **{flag: True}))
+        assert "--compile goes with none of" in line or flag == "fsdp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [make_llama, make_neox])
+def test_eq_compiled_layers(make, monkeypatch):
+    """Losses and gradients of batches of other sizes are those without; as the compiler sees it."""
+    model = make().double().requires_grad_(False)
+    model.set_attn_implementation(logprobs.ATTENTION)
+    model = models.add_lora(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.1)
+
+    def step(borders):
+        batch = logprobs.pack(ragged_rows(borders=borders))
+        logps, _ = logprobs.sequence_logprobs(model, batch)
+        return [logps.detach(), *torch.autograd.grad(logps.sum(), trained)]
+
+    batches_of = [((8, 4),) * 3, ((17, 9), (5, 2)), ((6, 3),)]
+    expected = [step(borders) for borders in batches_of]
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiler)
+    models.compile_layers(model)
+    for borders, tensors in zip(batches_of, expected, strict=True):
+        torch.testing.assert_close(step(borders), tensors)
 
 
 # --- other weights at a resume --------------------------------------------------------------------

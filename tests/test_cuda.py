@@ -54,9 +54,9 @@ def test_the_kernel_equals_plain_torch_at_a_large_vocabulary(monkeypatch):
         assert (errors < 2e-2 * wanted.float().norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("way", ["plain", "checkpointing", "compiled"])
 @pytest.mark.parametrize("make", [make_llama, make_neox])
-def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
+def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, way):
     """Packed log-probs and adapter gradients through varlen attention and the kernel, against
     float64 on the CPU through the loop and plain torch. Head dimension 64, as flash needs."""
 
@@ -76,10 +76,12 @@ def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
         for parameter in trained:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = (0.03 * noise).to(device, adapter_dtype)
-        if checkpointing:
+        if way == "checkpointing":
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.train()
         models.speed_up_lora(model)
+        if way == "compiled" and device == "cuda":
+            models.compile_layers(model)
         logps, lengths = sequence_logprobs(
             model, pack(ragged_rows(borders=BORDERS), device)
         )
@@ -94,8 +96,9 @@ def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, checkpointing):
     assert (gradient - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_generation_on_the_gpu(folders, adapters):
-    """Greedy answers equal those of the CPU in float32."""
+@pytest.mark.parametrize("static", [False, True])
+def test_generation_on_the_gpu(folders, adapters, static):
+    """Greedy answers equal those of the CPU in float32; a cache of fixed size is compiled."""
     prompts = [list(range(5, 5 + size)) for size in (3, 9, 17, 30)]
     written = []
     for device in ("cpu", "cuda"):
@@ -108,6 +111,7 @@ def test_generation_on_the_gpu(folders, adapters):
             max_new_tokens=12,
             temperature=0.0,
             end_ids=[0],
+            static_cache=static,
         )
         written.append(answers)
     assert written[0] == written[1]
