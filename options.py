@@ -136,12 +136,6 @@ def add_step_arguments(parser):
     add = parser.add_argument_group("theta").add_argument
     add("--lr", type=RATE, default=2e-4, help="beta, step size of theta; published: 5e-6")
     add(
-        "--warmup",
-        type=number(int, 2**31 - 1, zero=True),
-        default=0,
-        help="steps over which --lr grows to its value",
-    )
-    add(
         "--clip",
         type=number(float, math.inf),
         default=1.0,

@@ -301,14 +301,6 @@ def _before_training(args, model, out, resumed):
 # --- every step -----------------------------------------------------------------------------------
 
 
-def set_rate(args, learner, step):
-    """The learning rate of a step: over --warmup steps it grows evenly to --lr."""
-    share = min(1.0, (step + 1) / max(1, args.warmup))
-    for optimizer in (learner.optimizer, learner.optimizer_hat):
-        if optimizer is not None:
-            optimizer.param_groups[0]["lr"] = args.lr * share
-
-
 def check_finite(step, norm, losses, lower, places):
     """`UserError` naming the rows when a step's loss or gradient is not a number.
 

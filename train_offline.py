@@ -176,7 +176,6 @@ def train(args, run):
         weights = selector.weights(places)
 
         # --- theta: one step on (1 - rho) L_val + rho mean W L  (PBGD-1) --------------------------
-        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.lower, rows.lower, places)
 

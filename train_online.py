@@ -516,7 +516,6 @@ def train(args, run, masking):
         weights = selector.weights(places)
 
         # --- theta, lines 9-13: one step on (1 - rho) L_val + rho mean W (1/G) sum r L  (PBGD-1) --
-        session.set_rate(args, learner, step)
         losses = descend_theta(upper_batch, lower_batch, weights, rho, reference=margins)
         session.check_finite(step, losses.norm, losses.weighted, rows.lower, places)
 

@@ -22,7 +22,7 @@ import utils
 from benchmarks.gpu_results import known_of, part_file, write_part
 from utils import UserError
 
-RESERVE = 10  # seconds of a call kept for the summary
+RESERVE = 10  # seconds of a call kept for what follows its last part
 
 
 # --- a part in its own process --------------------------------------------------------------------
@@ -76,18 +76,14 @@ def run_part(part, file, seconds):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def summary_text(planned, folder):
-    """Every part's state and table, as text."""
-    lines = []
-    for part in planned:
-        content = known_of(part_file(folder, part.name))
-        if "result" not in content:
-            lines += [f"{part.name}: " + content.get("failed", "not reached yet"), ""]
-            continue
-        made_on = f"{content['hardware']}, torch {content['torch']}"
-        lines += [f"{part.name}: {content['seconds']:.0f} s, {made_on}"]
-        lines += [utils.table(*part.table(content["result"])), ""]
-    return "\n".join(lines)
+def print_part(part, content):
+    """Print a part's table, or why there is none."""
+    if "failed" in content:
+        print(f"{part.name}: {content['failed']}")
+        return
+    made_on = f"{content['hardware']}, torch {content['torch']}"
+    print(f"{part.name}: {content['seconds']:.0f} s, {made_on}")
+    print(utils.table(*part.table(content["result"])))
 
 
 def bench_gpu(args):
@@ -114,16 +110,9 @@ def bench_gpu(args):
     planned.sort(key=lambda part: "failed" in known_of(part_file(folder, part.name)))
     for part in planned:
         file = part_file(folder, part.name)
-        if "result" in known_of(file):
-            print(f"{part.name}: measured by an earlier call")
-            continue
         left = deadline - time.monotonic()
-        if left < 1:
-            print("no time left; the next call with this --out goes on here")
-            break
-        seconds = min(part.limit, left)
-        print(f"{part.name}: at most {seconds:.0f} s", flush=True)
-        run_part(part, file, seconds)
-    text = summary_text(planned, folder)
-    utils.write_atomic(folder / "summary.txt", text)
-    print(text)
+        if "result" not in known_of(file) and left >= 1:
+            run_part(part, file, min(part.limit, left))
+        print_part(
+            part, known_of(file) or {"failed": "no time left; the next call goes on here"}
+        )

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from benchmarks import logprob, table2
 from benchmarks.gpu_results import known_of, part_file
+from benchmarks.measure import installed
 from benchmarks.step import step_table
 from utils import UserError
 
@@ -48,8 +49,8 @@ TINY = SimpleNamespace(
 
 
 def run_heads(sizes, rounds, peers=False):
-    if peers and not logprob.usable(logprob.PEERS):
-        raise UserError("neither Liger nor QuACK is installed")
+    if peers and not installed("liger_kernel"):
+        raise UserError("liger-kernel is not installed")
     return logprob.compare_heads(sizes, rounds, peers)
 
 

@@ -1,11 +1,9 @@
 """Head and log-probs: time, memory and error against the obvious way and other libraries.
 
 Compared with log_softmax over full logits; with torch's `linear_cross_entropy` (2.13); on CUDA with
-liger-kernel and QuACK where they are installed. The floor is two matrix products
-of the same sizes (one without a gradient) in float32 (CUDA: bf16) in the same rounds.
-
-The head is frozen, as under LoRA: no variant makes its gradient but Liger's CuTe kernel, which has
-no switch for it and so runs three products.
+liger-kernel where it is installed. The floor is two matrix products of the same sizes (one without
+a gradient) in float32 (CUDA: bf16) in the same rounds. The head is frozen, as under LoRA: no
+variant makes its gradient.
 
 A variant is a function of hidden (T, d), head (V, d) and targets (T,). It returns log p (T,), or
 the sum of them where a library has no gradient of single tokens.
@@ -31,6 +29,7 @@ from benchmarks.measure import (
 from runtime.processes import pick_device
 from utils import first_line
 
+SCORING = "no gradient"
 CHECKED = 64  # rows compared with float64; more float64 logits would not fit
 CUDA_SIZES = (16384, 4096, 128256)  # T, d, V of the published comparisons
 CPU_SIZES = (512, 256, 32000)
@@ -82,58 +81,10 @@ def torch_fused(hidden, head, targets):
     return -loss(hidden, head, targets, reduction="none")
 
 
-# The others import their kernels when first called, so one that breaks is a failed variant.
-
-
 def liger(hidden, head, targets):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     return -LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, targets)
-
-
-def liger_cute(hidden, head, targets):
-    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as kernel
-
-    return -kernel.liger_fused_linear_cross_entropy_sm90(
-        hidden, head, targets, reduction="sum"
-    )
-
-
-def liger_cute_scores(hidden, head, targets):
-    from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90 as kernel
-
-    return -kernel.fused_scaled_cross_entropy_forward(hidden, head, targets)[0]
-
-
-def quack(hidden, head, targets):
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    # With a gradient it refuses a chunk of as many rows as the width, and its own are of 4,096.
-    return -chunked_linear_cross_entropy(hidden, head, targets, 3072, reduction="sum")
-
-
-PEERS = {  # cutlass is what Liger's CuTe kernels are written in
-    "liger-kernel (sum only)": (liger, "liger_kernel"),
-    "liger-kernel, CuTe (sum only, three products)": (
-        liger_cute,
-        "liger_kernel",
-        "cutlass",
-    ),
-    "QuACK (sum only)": (quack, "quack"),
-}
-SCORING_PEERS = {
-    "no gradient, liger-kernel, CuTe": (liger_cute_scores, "liger_kernel", "cutlass"),
-    "no gradient, QuACK (sum only)": (quack, "quack"),
-}
-
-
-def usable(peers):
-    """{name: function} of the peers whose packages are installed."""
-    return {
-        name: function
-        for name, (function, *packages) in peers.items()
-        if all(map(installed, packages))
-    }
 
 
 def gradient_variants(problem, peers=True):
@@ -146,17 +97,8 @@ def gradient_variants(problem, peers=True):
     variants["full logits"] = functools.partial(logprobs.token_logprobs, kernel="reference")
     if peers and hasattr(torch.nn.functional, "linear_cross_entropy"):
         variants["torch linear_cross_entropy"] = torch_fused
-    if peers and problem.hidden.is_cuda:
-        variants |= usable(PEERS)
-    return variants
-
-
-def scoring_variants(problem, peers=True):
-    """{name: function} of the variants that are measured without a gradient."""
-    best = kernels(problem.hidden)[-1]
-    variants = {"no gradient": functools.partial(logprobs.token_logprobs, kernel=best)}
-    if peers and problem.hidden.is_cuda:
-        variants |= usable(SCORING_PEERS)
+    if peers and problem.hidden.is_cuda and installed("liger_kernel"):
+        variants["liger-kernel (sum only)"] = liger
     return variants
 
 
@@ -217,22 +159,22 @@ def first_head_call(problem, call, scores):
 def compare_heads(sizes, rounds, peers=True):
     """{variant: times, ratios, errors, peak memory} at sizes (T, d, V)."""
     problem = HeadProblem(sizes, pick_device())
-    scoring = scoring_variants(problem, peers)
     calls = {}
     for name, function in gradient_variants(problem, peers).items():
         calls[name] = train_call(problem, function)
-    for name, function in scoring.items():
-        calls[name] = score_call(problem, function)
+    best = kernels(problem.hidden)[-1]
+    function = functools.partial(logprobs.token_logprobs, kernel=best)
+    calls[SCORING] = score_call(problem, function)
     results = {}
     for name, call in calls.items():
-        results[name] = first_head_call(problem, call, name in scoring)
+        results[name] = first_head_call(problem, call, name == SCORING)
 
     timed = {name: call for name, call in calls.items() if "failed" not in results[name]}
     timed |= floor_variants(problem)
     seconds = time_variants(timed, rounds, "logprob")
     for name in timed:
         floor = "floor: two products"
-        if name in scoring or name == "floor: one product":
+        if name in (SCORING, "floor: one product"):
             floor = "floor: one product"
         entry = results.setdefault(name, {})
         entry["seconds"] = spread(seconds[name])

@@ -111,12 +111,12 @@ class Steps:
         self.theta = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.theta, lr=0.0)
         self.selector = Selector(len(lower), lr=0.0, device=model.device)
-        losses, lengths = row_losses(model, lower)
-        self.old_logps = -losses * lengths  # at generation
         self.twin = as_transformers_has_it(model)
         self.compiled = compiled
         if compiled:
             models.compile_layers(model)
+        losses, lengths = row_losses(model, lower)
+        self.old_logps = -losses * lengths  # at generation
 
     def rows(self, turn):
         """(lower rows, upper rows) of a round."""

@@ -15,13 +15,11 @@ from conftest import (
     copy_tree,
     make_adapter,
     make_llama,
-    make_neox,
     make_tokenizer,
     save_model,
     seeded,
 )
 from safetensors.torch import load_file, save_file
-from test_logprobs import ragged_rows
 from transformers import AutoModelForCausalLM
 
 import batches
@@ -122,8 +120,11 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
         assert step["ratio_mean"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "compiler", [None, pytest.param("aot_eager", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["llama", "neox"])
-def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
+def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, monkeypatch):
     """Log-probs of packed rows, and the gradient of every LoRA matrix, are those of PEFT's own
     layers on each row alone. (The runs of by_hand.py go on from here, step by step.)"""
     rows, _ = load_rows(
@@ -134,6 +135,10 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
     rows = batches.take(rows, range(9))
     base = models.load_model(str(folders[name]), CPU, "float64")
     ours = models.add_lora(base, adapter=str(adapters[name]))
+    if compiler:
+        backend = functools.partial(torch.compile, backend=compiler)
+        monkeypatch.setattr(torch, "compile", backend)
+        models.compile_layers(ours)
     logps, _ = logprobs.token_logps(ours, batches.pack(rows))
     plain = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64)
     theirs = peft.PeftModel.from_pretrained(
@@ -157,9 +162,7 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name):
 # --- compiled layers ------------------------------------------------------------------------------
 
 
-def test_compiled_layers_run_on_packed_rows_alone(
-    online, files, refused, monkeypatch, tmp_path
-):
+def test_compiled_layers_run_on_packed_rows_alone(online, files, refused, monkeypatch):
     """Answers have a cache, for which each layer would be compiled anew. Same run, bit for bit."""
     calls = []
 
@@ -168,45 +171,17 @@ def test_compiled_layers_run_on_packed_rows_alone(
             calls.append(kwargs["cu_seqlens"])
             return forward(*args, **kwargs)
 
-        assert dynamic
         return compiled
 
     paths = files(lower=6, upper=6)
-    options = {"batch": 3, "epochs": 1, "max_new_tokens": 4}
+    options = {"epochs": 1, "max_new_tokens": 4}
     expected = online(paths, **options)
+    options |= {"out": "compiled", "compile": True}
     monkeypatch.setattr(torch, "compile", stand_in)
-    run = online(paths, compile=True, out=tmp_path / "compiled", **options)
-    assert len(calls) > 4
-    assert run.result == expected.result
-    monkeypatch.undo()
-    for flag in ("fsdp", "four_bit", "gradient_checkpointing"):
-        line = refused(lambda flag=flag: online(paths, compile=True, **{flag: True}))
-        assert "--compile goes with none of" in line or flag == "fsdp"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [make_llama, make_neox])
-def test_eq_compiled_layers(make, monkeypatch):
-    """Losses and gradients of batches of other sizes are those without; as the compiler sees it."""
-    model = make().double().requires_grad_(False)
-    model.set_attn_implementation(logprobs.ATTENTION)
-    model = models.add_lora(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trained:
-        torch.nn.init.normal_(parameter, std=0.1)
-
-    def step(borders):
-        batch = logprobs.pack(ragged_rows(borders=borders))
-        logps, _ = logprobs.sequence_logprobs(model, batch)
-        return [logps.detach(), *torch.autograd.grad(logps.sum(), trained)]
-
-    batches_of = [((8, 4),) * 3, ((17, 9), (5, 2)), ((6, 3),)]
-    expected = [step(borders) for borders in batches_of]
-    compiler = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", compiler)
-    models.compile_layers(model)
-    for borders, tensors in zip(batches_of, expected, strict=True):
-        torch.testing.assert_close(step(borders), tensors)
+    assert online(paths, **options).result == expected.result
+    assert calls
+    line = refused(lambda: online(paths, gradient_checkpointing=True, **options))
+    assert "--compile goes with none" in line
 
 
 # --- other weights at a resume --------------------------------------------------------------------

@@ -333,19 +333,13 @@ def test_two_sources_of_two_layouts(train, files, tmp_path):
     assert {(row["source"], row["row_id"]) for row in given.weights} == keys
 
 
-def test_warm_up_and_targets(train, files):
-    """Adam's first step is lr in every parameter; a third of it in a warm-up of three steps."""
+def test_targets(train, files):
     paths = files(lower=8, upper=6)
-    options = {"lora_targets": ["q_proj", "v_proj"], "batch": 8, "epochs": 1, "clip": "inf"}
-    whole = load_file(train(paths, out="whole", **options).out / ADAPTER)
-    slow = load_file(train(paths, out="slow", warmup=3, **options).out / ADAPTER)
-    assert {name.split(".")[-3] for name in whole} == {"q_proj", "v_proj"}
-    default = train(paths, out="default", epochs=1)
+    run = train(paths, out="whole", lora_targets=["q_proj", "v_proj"], epochs=1)
+    names = load_file(run.out / ADAPTER)
+    assert {name.split(".")[-3] for name in names} == {"q_proj", "v_proj"}
     typed = train(paths, out="typed", epochs=1, lora_targets="all-linear")
-    assert same_adapter(default, typed)
-    for name in whole:
-        if "lora_B" in name:  # begins at zero
-            torch.testing.assert_close(slow[name] * 3, whole[name])
+    assert len(load_file(typed.out / ADAPTER)) > len(names)
 
 
 # --- what a run leaves ----------------------------------------------------------------------------

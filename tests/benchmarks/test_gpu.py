@@ -34,7 +34,7 @@ def call(tmp_path, monkeypatch):
         time.sleep(1000)
 
     def lack():
-        raise UserError("quack is not installed")
+        raise UserError("liger is not installed")
 
     parts = [
         part("works", lambda: {"value": 7.5}),
@@ -74,13 +74,12 @@ def test_calls_go_on_where_the_last_one_ended(call, tmp_path, capfd):
     assert time.monotonic() - started < 60  # the part that hangs was killed
     folder = tmp_path / "out" / "rehearsal"
     assert json.loads((folder / "works.json").read_text())["result"] == {"value": 7.5}
-    text = (folder / "summary.txt").read_text()
-    assert text in capfd.readouterr().out
+    text = capfd.readouterr().out
     for line in (
         "7.5000",
         "hangs: stopped after 2 s",
         "dies: its process ended with code 9",
-        "lacks: quack is not installed",
+        "lacks: liger is not installed",
     ):
         assert line in text
     (folder / "dies.json").unlink()
