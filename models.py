@@ -391,6 +391,7 @@ def update(parameters, optimizer, clip):
 
 
 def decoder_layers(model):
+    """The list of a causal LM's decoder layers, with or without PEFT around it."""
     backbone = bare(model).base_model
     return next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
 

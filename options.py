@@ -101,7 +101,7 @@ def add_arguments(parser):
     add(
         "--compile",
         action="store_true",
-        help="compile the decoder layers, a minute; steps on a GPU then take a fifth less time",
+        help="compile the decoder layers first; steps on a GPU then take a fifth less time",
     )
     add(
         "--fsdp",

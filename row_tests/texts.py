@@ -228,8 +228,8 @@ SPEECH = (
 NAMED = re.compile(
     r"(?i)transl|languag|\b(english|german|french|spanish|ital(y|ian)|portug|dutch|latin|russian|"
     r"ukrain|arab|hebrew|hindi|thai|korea|japan|chin(a|ese)|mandarin|bilingual|persian|farsi|"
-    r"dari\b|iran|urdu|pashto|kurd|bulgar|serb|macedon|belarus|kazakh|kyrgyz|tajik|mongol|marathi|nepal|"
-    r"sanskrit|yiddish|israel|brazil|mexic|kanji|kana\b|hiragana|katakana|cantonese|"
+    r"dari\b|iran|urdu|pashto|kurd|bulgar|serb|macedon|belarus|kazakh|kyrgyz|tajik|mongol|marathi|"
+    r"nepal|sanskrit|yiddish|israel|brazil|mexic|kanji|kana\b|hiragana|katakana|cantonese|"
     r"mother tongue|in the original)|"
     r"(\xfc|ue)bersetz|tradu[csz]|\u043f\u0435\u0440\u0435\u0432|\u7ffb|\u8bd1|\u8a33|\u82f1"
 )

@@ -1,13 +1,12 @@
 """Small faults put into the source, one at a time: which of them does a suite of tests catch?
 
     python tests/mutate.py --files selector.py theory/model.py --count 20 --seed 0 \\
-        --tests "tests/theory tests/test_selector.py" [--tests-from COMMIT]
+        --tests "tests/theory tests/test_selector.py"
 
 A mutation changes one line: it swaps two operators or words of `SWAPS`, makes n + 1 of a number n,
 drops a `not`, or puts `pass` for a bare call or an assignment. Docstrings, imports, strings, and
 the lines of `print`, `raise`, `assert`, f-strings and functions named print_* stay as they are. The
-tests run in a temporary copy of the working tree. With --tests-from its folder tests/ is that of
-another commit: the same mutations, judged by the tests before and after a cut.
+tests run in a temporary copy of the working tree.
 """
 
 import argparse
@@ -66,12 +65,7 @@ def edits(path):
         drops = isinstance(node, ast.Assign | ast.AugAssign)
         drops |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         if drops and node.lineno == node.end_lineno and node.lineno not in kept:
-            yield (
-                node.lineno,
-                node.col_offset,
-                node.end_col_offset,
-                "pass",
-            )
+            yield node.lineno, node.col_offset, node.end_col_offset, "pass"
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             new = SWAPS.get(token.string)
@@ -82,9 +76,8 @@ def edits(path):
 
 
 def mutants(file):
-    """Every (description, whole text) of a file with one mutation that Python still parses."""
+    """Yields (description, file, whole text) of every mutation that Python still parses."""
     lines = (ROOT / file).read_text().splitlines(keepends=True)
-    result = []
     for number, start, end, new in edits(ROOT / file):
         line = lines[number - 1]
         changed = line[:start] + new + line[end:]
@@ -93,14 +86,7 @@ def mutants(file):
             ast.parse(text)
         except SyntaxError:  # such as a / for the * of f(*values)
             continue
-        result.append(
-            (
-                f"{file}:{number}  {line.strip()}  ->  {changed.strip()}",
-                file,
-                text,
-            )
-        )
-    return result
+        yield f"{file}:{number}  {line.strip()}  ->  {changed.strip()}", file, text
 
 
 def passes(folder, tests):
@@ -115,13 +101,12 @@ def passes(folder, tests):
         "no:cacheprovider",
         *tests,
     ]
-    # A compiled module of the same size and second would hide a change.
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             words,
             cwd=folder,
-            env=environment,
+            # A compiled module of the same size and second would hide a change.
+            env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             timeout=600,
         )
@@ -131,29 +116,16 @@ def passes(folder, tests):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Which small faults do the tests catch?")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--files", nargs="+", required=True)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--tests",
-        type=str.split,
-        required=True,
-        help="paths between quotes",
-    )
-    parser.add_argument("--tests-from", help="the commit whose tests judge")
+    parser.add_argument("--tests", type=str.split, required=True)  # paths between quotes
     args = parser.parse_args()
     every = [mutant for file in args.files for mutant in mutants(file)]
     caught = 0
     with tempfile.TemporaryDirectory() as temporary:
         copy = shutil.copytree(ROOT, Path(temporary) / "copy", ignore=LEFT_OUT)
-        if args.tests_from:
-            shutil.rmtree(copy / "tests")
-            words = ["git", "archive", args.tests_from, "tests"]
-            archive = subprocess.run(
-                words, cwd=ROOT, check=True, capture_output=True
-            ).stdout
-            subprocess.run(["tar", "-x"], cwd=copy, input=archive, check=True)
         if not passes(copy, args.tests):
             sys.exit("the tests fail on the source as it is")
         for description, file, text in random.Random(args.seed).sample(every, args.count):
@@ -162,11 +134,7 @@ def main():
             survived = passes(copy, args.tests)
             (copy / file).write_text(original)
             caught += not survived
-            print(
-                "survived" if survived else "caught  ",
-                description,
-                flush=True,
-            )
+            print("survived" if survived else "caught  ", description, flush=True)
     print(f"caught {caught} of {args.count}")
 
 

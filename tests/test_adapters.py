@@ -136,8 +136,9 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, mon
     base = models.load_model(str(folders[name]), CPU, "float64")
     ours = models.add_lora(base, adapter=str(adapters[name]))
     if compiler:
-        backend = functools.partial(torch.compile, backend=compiler)
-        monkeypatch.setattr(torch, "compile", backend)
+        monkeypatch.setattr(
+            "torch.compile", functools.partial(torch.compile, backend=compiler)
+        )
         models.compile_layers(ours)
     logps, _ = logprobs.token_logps(ours, batches.pack(rows))
     plain = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64)
@@ -174,10 +175,9 @@ def test_compiled_layers_run_on_packed_rows_alone(online, files, refused, monkey
         return compiled
 
     paths = files(lower=6, upper=6)
-    options = {"epochs": 1, "max_new_tokens": 4}
-    expected = online(paths, **options)
-    options |= {"out": "compiled", "compile": True}
-    monkeypatch.setattr(torch, "compile", stand_in)
+    expected = online(paths, epochs=1)
+    options = {"epochs": 1, "out": "compiled", "compile": True}
+    monkeypatch.setattr("torch.compile", stand_in)
     assert online(paths, **options).result == expected.result
     assert calls
     line = refused(lambda: online(paths, gradient_checkpointing=True, **options))

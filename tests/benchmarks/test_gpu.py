@@ -43,12 +43,7 @@ def call(tmp_path, monkeypatch):
         part("lacks", lack),
     ]
     monkeypatch.setattr(gpu_parts, "parts_of", lambda sizes, folder: parts)
-    for name in (
-        "TRITON_INTERPRET",
-        "CUDA_VISIBLE_DEVICES",
-        "PYTORCH_NVML_BASED_CUDA_CHECK",
-    ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the command changes it
 
     def run(minutes=1):
         main(

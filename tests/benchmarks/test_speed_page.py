@@ -34,6 +34,7 @@ def test_every_figure_of_a_table_is_stored():
     rates = re.findall(r"\| (\d+,\d{3}) \|", page)
     hours = re.findall(r"\| [\d.]+ \| ([\d.]+) \| [\d.]+ \| [\d.]+ \|$", page, re.MULTILINE)
     last_cells = re.findall(r"\| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(spreads) > 30
     assert len(rates) == 6 + 6 + 7
     assert len(hours) == 5
     assert len(last_cells) == 7 + 6 + 6 + 7 + len(hours)

@@ -1,6 +1,7 @@
 """The benchmark of a training step at tiny sizes."""
 
 import pytest
+import torch
 from conftest import is_spread
 
 from batches import count_tokens, row_losses
@@ -45,10 +46,11 @@ def test_step_on_the_toy(measured, no_trl):
 
 
 def test_five_answers_to_a_masked_row(no_trl):
-    """More tokens than with one answer, and a higher floor."""
+    """The same loss as one answer, more tokens, a higher floor: equal answers have equal loss."""
     steps = tiny_steps(batch=4)
     results = compare_steps(steps, groups=(1, 5))
     one, five = results[online_name(1)], results[online_name(5)]
+    assert five["loss"] == pytest.approx(one["loss"], rel=1e-6)
     lower, upper = steps.rows(0)
     tokens = count_tokens(lower + upper)
     more = 4 * count_tokens(lower[:1])
@@ -56,6 +58,21 @@ def test_five_answers_to_a_masked_row(no_trl):
     assert trained == pytest.approx(tokens + more)
     higher = five["floor"]["median"] - one["floor"]["median"]
     assert higher == pytest.approx(1.5 * more / tokens)
+
+
+def test_a_step_without_enough_memory_is_recorded(monkeypatch, no_trl):
+    """The others are measured; gradients of the step that broke off are gone."""
+
+    def broken(steps, turn):
+        steps.theta[0].grad = torch.ones_like(steps.theta[0])
+        raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+
+    monkeypatch.setattr(Steps, "two_padded", broken)
+    steps = tiny_steps(batch=2)
+    results = compare_steps(steps)
+    assert results[PADDED] == {"failed": "CUDA out of memory"}
+    assert results[BDS_CURRENT]["loss_difference"] < 1e-6
+    assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
 def test_trl_takes_the_same_rows():

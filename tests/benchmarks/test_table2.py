@@ -1,7 +1,6 @@
 """The runtime table: its arithmetic, without a GPU, and at a tiny shape."""
 
 import pytest
-import torch
 
 from benchmarks.step import BDS_NEXT, SFT, online_name
 from benchmarks.table2 import hours_of
@@ -24,7 +23,7 @@ def test_hours_of_the_published_run():
 
 
 def test_table2_extrapolates_measured_steps(measured, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda forward, dynamic: forward)
+    monkeypatch.setattr("torch.compile", lambda forward, dynamic: forward)
     results = measured("table2", "--model", "tiny", "--rounds", 1)
     hours = {name: entry["extrapolated_hours"]["tiny"] for name, entry in results.items()}
     # Both are of the same measured step; with more masked rows there are more answers.
