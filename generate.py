@@ -136,7 +136,7 @@ def _up_to_end(tokens, end_ids):
 def _one_batch(model, config, prompts, seeds, width, temperature):
     """Lists of new tokens, one a prompt; prompts are padded on the left to `width` tokens."""
     ids = torch.full((len(prompts), width), config.pad_token_id)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):  # padded on the left: answers start side by side
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1

@@ -521,8 +521,8 @@ def sequence_logprobs(model, batch, reference=False, greedy=False):
     """
     logps, row, *likeliest = token_logps(model, batch, reference, greedy)
     num_rows = len(batch["cu_seqlens"]) - 1
-    sums = logps.new_zeros(num_rows).index_add(0, row, logps)
     lengths = torch.bincount(row, minlength=num_rows)
+    sums = torch.segment_reduce(logps, "sum", lengths=lengths)
     if not greedy:
         return sums, lengths
     num_likeliest = torch.bincount(row[likeliest[0]], minlength=num_rows)

@@ -46,6 +46,9 @@ PLAIN_SETTINGS = {
     "use_rslora",
 }
 
+# What `fixed_order` needs: torch's cuBLAS has to be told, and new tensors need no filling.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+torch.utils.deterministic.fill_uninitialized_memory = False
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
@@ -85,8 +88,7 @@ def load_config(name):
 def context_length(config):
     """Tokens of the longest row, within any sliding window; 2**31 where no limit is named."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    limit = 2**31 if limit is None else limit
+    limit = getattr(text, "max_position_embeddings", None) or 2**31
     layers = getattr(text, "layer_types", None) or ["sliding_attention"]
     if getattr(text, "use_sliding_window", True) and "sliding_attention" in layers:
         window = getattr(text, "sliding_window", None) or 2**31
@@ -209,7 +211,6 @@ def add_lora(
         config = peft.LoraConfig(
             r=rank,
             lora_alpha=alpha,
-            lora_dropout=0.0,
             target_modules=targets,
             task_type="CAUSAL_LM",
         )
@@ -372,6 +373,20 @@ def adapter(model, name):
 def bare(model):
     """The causal LM inside a PEFT model, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextlib.contextmanager
+def fixed_order():
+    """Forward and backward add in the same order every time, for a while; also a decorator.
+
+    On CUDA, attention's gradient would else depend on which block of threads comes first.
+    """
+    # Of the ways to ask for it, this one does not slow what is compiled.
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
 
 
 def update(parameters, optimizer, clip):

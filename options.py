@@ -127,7 +127,7 @@ def add_arguments(parser):
     add(
         "--resume",
         action="store_true",
-        help="continue the run in --out, on a CPU bit for bit",
+        help="continue the run in --out, bit for bit unless code is compiled",
     )
 
 

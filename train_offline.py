@@ -100,6 +100,7 @@ class StepLosses:
     norm: torch.Tensor
 
 
+@models.fixed_order()
 def descend(
     model,
     parameters,

@@ -329,9 +329,10 @@ def question_means(values, questions):
     values (sum of G,): one a row, in order; a question has G rows, or 1 original, or none.
     """
     sizes = [len(answers.rows) for answers in questions]
-    counts = torch.tensor(sizes, dtype=torch.long, device=values.device)
-    owner = torch.arange(len(sizes), device=values.device).repeat_interleave(counts)
-    sums = values.new_zeros(len(sizes)).index_add(0, owner, values)
+    if not sizes:  # a forward of upper rows alone
+        return values
+    counts = torch.tensor(sizes, device=values.device)
+    sums = torch.segment_reduce(values, "sum", lengths=counts)
     return sums / counts.clamp_min(1)
 
 
@@ -347,6 +348,7 @@ class OnlineLosses(StepLosses):
     num_clamped: int
 
 
+@models.fixed_order()
 def descend(
     model,
     parameters,

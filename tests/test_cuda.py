@@ -1,6 +1,5 @@
 """What the CPU tests show with stand-ins, on a GPU: the compiled kernel, varlen attention, bf16."""
 
-import peft
 import pytest
 import torch
 from conftest import make_llama, make_neox
@@ -12,8 +11,9 @@ import logprobs
 import models
 from logprobs import pack, sequence_logprobs, token_logprobs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no visible GPU")
 LIMITS = {"bfloat16": 3e-3, "float32": 2e-6}
+WAYS = ["plain", "checkpointing", "compiled"]
 BORDERS = [(length, length - length // 2) for length in (4, 59, 31, 17, 8, 42, 5, 23, 50)]
 
 
@@ -51,46 +51,51 @@ def test_the_kernel_equals_plain_torch_at_a_large_vocabulary(monkeypatch):
         assert (errors < 2e-2 * wanted.float().norm(dim=1)).all()
 
 
-@pytest.mark.parametrize("way", ["plain", "checkpointing", "compiled"])
+@models.fixed_order()
+def step(make, way, device, dtype, borders):
+    """Losses (B,) of ragged rows and the gradient of their mean, flat: float64 on the CPU.
+
+    Head dimension 64, as flash needs."""
+    model = make(hidden_size=256, initializer_range=0.05).bfloat16()
+    model = model.to(device, dtype).requires_grad_(False)
+    model.set_attn_implementation(logprobs.ATTENTION)
+    model = models.add_lora(model, 4, 4, checkpointing=way == "checkpointing")
+    generator = torch.Generator().manual_seed(5)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = (0.03 * noise).to(parameter)
+    if way == "compiled" and device == "cuda":
+        models.compile_layers(model)
+    logps, lengths = sequence_logprobs(model, pack(ragged_rows(borders=borders), device))
+    losses = -logps / lengths
+    losses.mean().backward()
+    flat = torch.nn.utils.parameters_to_vector(p.grad for p in trained)
+    return losses.detach().double().cpu(), flat.double().cpu()
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [make_llama, make_neox])
 def test_a_bf16_step_on_the_gpu_is_the_float64_step(make, way):
     """Packed log-probs and adapter gradients through varlen attention and the kernel, against
-    float64 on the CPU through the loop and plain torch. Head dimension 64, as flash needs."""
-
-    def step(device, dtype):
-        model = make(hidden_size=256, initializer_range=0.05).bfloat16().to(device, dtype)
-        model.requires_grad_(False).set_attn_implementation(logprobs.ATTENTION)
-        config = peft.LoraConfig(
-            r=4,
-            lora_alpha=4,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        model = peft.get_peft_model(model, config)
-        generator = torch.Generator().manual_seed(5)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        adapter_dtype = torch.promote_types(dtype, torch.float32)
-        for parameter in trained:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data = (0.03 * noise).to(device, adapter_dtype)
-        if way == "checkpointing":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.train()
-        models.speed_up_lora(model)
-        if way == "compiled" and device == "cuda":
-            models.compile_layers(model)
-        logps, lengths = sequence_logprobs(
-            model, pack(ragged_rows(borders=BORDERS), device)
-        )
-        losses = -logps / lengths
-        gradients = torch.autograd.grad(losses.mean(), trained)
-        flat = torch.nn.utils.parameters_to_vector(gradients)
-        return losses.detach().double().cpu(), flat.double().cpu()
-
-    losses, gradient = step("cuda", torch.bfloat16)
-    expected, wanted = step("cpu", torch.float64)
+    float64 on the CPU through the loop and plain torch."""
+    losses, gradient = step(make, way, "cuda", torch.bfloat16, BORDERS)
+    expected, wanted = step(make, way, "cpu", torch.float64, BORDERS)
     assert (losses - expected).abs().max() < 0.02
     assert (gradient - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [*((way, torch.bfloat16) for way in WAYS), ("plain", torch.float32)],
+)
+def test_a_step_on_the_gpu_repeats_bit_for_bit(way, dtype):
+    """With rows so long that several blocks of attention add to the same gradient."""
+    borders = [(length, length // 2) for length in (900, 333, 512, 1000, 77)]
+    first, *others = (
+        torch.cat(step(make_llama, way, "cuda", dtype, borders)) for _ in range(4)
+    )
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -35,7 +35,7 @@ TOKENS = {
     "theory": 8_350,
     "toy": 2_750,
     "examples": 1_200,
-    "tests": 125_000,
+    "tests": 124_500,
 }
 SOURCE = 93_000
 CLOSURE = 37_000  # of both training scripts
@@ -189,10 +189,13 @@ def measure(name):
     count = 0
     lines = set()
     readline = io.StringIO(EVERY[name].read_text()).readline
+    inside = 0  # an f-string, which is one token here; Python 3.12 cuts it into several
     for token in tokenize.generate_tokens(readline):
-        if token.type not in FREE and token.start[0] not in free:
+        if token.type not in FREE and token.start[0] not in free and not inside:
             count += 1
             lines.add(token.start[0])
+        kind = tokenize.tok_name[token.type]
+        inside += (kind == "FSTRING_START") - (kind == "FSTRING_END")
     return count, len(lines)
 
 
