@@ -65,7 +65,6 @@ def load_levels(args, tokenizer, context_length):
             levels[name], reports[name] = (load_pairs if pairs else load_rows)(
                 source,
                 tokenizer,
-                name=name,
                 columns=columns,
                 template=args.template,
                 turns=args.turns,

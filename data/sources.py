@@ -75,9 +75,10 @@ def _folder_parts(folder, split):
             if isinstance(saved, datasets.DatasetDict):
                 saved = saved[split or "train"]
             return [saved]
+    runs = {lock.parent for lock in folder.rglob("run.lock")}  # what training wrote there
     visible = []
     for path in sorted(folder.rglob("*")):
-        hidden = "/." in f"/{path.relative_to(folder)}"
+        hidden = "/." in f"/{path.relative_to(folder)}" or runs & set(path.parents)
         if path.is_file() and not hidden:
             visible.append(path)
     files = list(filter(_is_data, visible))

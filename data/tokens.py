@@ -83,7 +83,6 @@ def load_rows(
     source,
     tokenizer,
     *,
-    name=None,
     columns=None,
     template=None,
     turns="last",
@@ -97,7 +96,6 @@ def load_rows(
 
     source      file (.jsonl, .json, .parquet, .csv), folder[@split], or hub name
                 owner/name[:config][@split]; or a list of such, read one behind the other
-    name        what a message calls it, such as "lower"
     columns     our column names -> the source's, when the layout is not a known one; a source that
                 has none of these is read as it is
     template    plain template; None: the tokenizer's chat template, else TEMPLATE
@@ -124,7 +122,7 @@ def load_rows(
     check_different(sources)
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"{name or source}: the tokenizer has no end-of-sequence token, so no response could "
+            f"{tokenizer.name_or_path}: no end-of-sequence token, so no response could "
             'ever end; set "eos_token" in its tokenizer_config.json'
         )
     settings = SimpleNamespace(  # a part of the cache's key

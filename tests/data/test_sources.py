@@ -242,8 +242,8 @@ def test_values_of_json_columns_are_decoded(load, tmp_path):
 
 
 def test_folder_of_files(load, tmp_path, capsys):
-    """Files called "train" win; a hidden file and a folder behind a link are not read. What is no
-    data file is named."""
+    """Files called "train" win; a hidden file, a folder behind a link and what a run wrote are not
+    read. What is no data file is named."""
     folder = tmp_path / "set"
     for name in (
         "train-00000.jsonl",
@@ -252,6 +252,8 @@ def test_folder_of_files(load, tmp_path, capsys):
         "trainer.jsonl",
         ".cache/train.jsonl",
         "more.csv.zst",
+        "run/run.lock",
+        "run/weights/train.jsonl",
     ):
         write(folder / name, json.dumps({"prompt": name, "response": "x"}))
     (folder / "more").symlink_to(folder)
