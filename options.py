@@ -88,8 +88,8 @@ def add_arguments(parser):
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float64"),
         default="auto",
-        help="dtype of the base; auto: bfloat16 on CUDA, and for hidden sizes from 512 on CPUs "
-        "that multiply it, else float32; the adapter is float32, or float64 on a float64 base",
+        help="dtype of the base; auto: for hidden sizes from 512 bfloat16 on CUDA and on CPUs that "
+        "multiply it, else float32; the adapter is float32, or float64 on a float64 base",
     )
     add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
     add(

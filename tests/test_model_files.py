@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from conftest import copy_tree
 from transformers import MistralConfig
 
@@ -142,3 +143,23 @@ def test_a_relative_model_is_known_from_elsewhere(
     monkeypatch.chdir(tmp_path)
     again = train(files(), "a/models/tiny", resume=True, **method)
     assert again.result == first.result
+
+
+@pytest.mark.parametrize("feature", ["amx_bf16", "avx512_bf16", None])
+def test_dtype_auto(feature, monkeypatch):
+    """bfloat16 for large models, on CUDA and on a CPU that multiplies it; there not in 4 bits."""
+    capabilities = {feature: True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+
+    def is_bf16(device, size, four_bit=False):
+        config = MistralConfig(hidden_size=size)
+        picked = models.pick_dtype("auto", torch.device(device), config, four_bit)
+        assert picked in (torch.bfloat16, torch.float32)
+        return picked == torch.bfloat16
+
+    for four_bit in (False, True):
+        assert is_bf16("cuda", 512, four_bit)
+        assert not is_bf16("cuda", 448, four_bit)
+    assert is_bf16("cpu", 512) == (feature is not None)
+    assert not is_bf16("cpu", 448)
+    assert not is_bf16("cpu", 512, four_bit=True)
