@@ -515,9 +515,9 @@ def sequence_logprobs(model, batch, reference=False, greedy=False):
 
     model: a causal LM of transformers, bare or wrapped by PEFT, loaded with
     `attn_implementation=ATTENTION`. batch: of `pack`. Returns (logps (B,) sums over response tokens
-    in nats, lengths (B,) response tokens), so -logps / lengths is the per-token mean. reference: by
-    the model's own logits. greedy: return a third tensor, (B,) bool: whether greedy decoding, which
-    takes the likeliest token, writes the whole response.
+    in nats, differentiable once, lengths (B,) response tokens), so -logps / lengths is the
+    per-token mean. reference: by the model's own logits. greedy: return a third tensor, (B,) bool:
+    whether greedy decoding, which takes the likeliest token, writes the whole response.
     """
     logps, row, *likeliest = token_logps(model, batch, reference, greedy)
     num_rows = len(batch["cu_seqlens"]) - 1

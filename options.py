@@ -127,7 +127,7 @@ def add_arguments(parser):
     add(
         "--resume",
         action="store_true",
-        help="continue the run in --out, bit for bit unless code is compiled",
+        help="continue the run in --out, on a CPU or one GPU bit for bit if no code is compiled",
     )
 
 

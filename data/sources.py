@@ -90,7 +90,7 @@ def _folder_parts(folder, split):
     if not chosen:
         raise UserError(
             f"{folder}: no {'/'.join(SUFFIXES)} file of a split {split or 'train'!r}; name a split "
-            f"as {folder}@test"
+            f"as {folder}@test, or one file (a folder that a run wrote, with run.lock, is not read)"
         )
     _refuse_twins(chosen)
     left_out = [str(path) for path in visible if path not in chosen]

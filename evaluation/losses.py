@@ -81,7 +81,6 @@ def tokenised(rows, tokenizer, template, max_length):
         part, _ = tokens.load_rows(
             file,
             tokenizer,
-            name="rows",
             template=template,
             max_length=max_length,
             cache_dir=folder,

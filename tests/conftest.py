@@ -17,8 +17,8 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# What is compared bit for bit, or with float64, runs on the CPU; test_cuda.py needs a GPU.
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Tests run on a CPU, in float64 or bit for bit; TEST_GPU=0 is for test_cuda.py.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("TEST_GPU", "")
 
 import pytest
 import torch

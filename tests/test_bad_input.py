@@ -158,7 +158,7 @@ def smaller(folder):
         (smaller, "(?i)tokenizer.*(vocabulary|embedding|100)"),
         (
             lambda f: make_tokenizer(eos=False).save_pretrained(f),
-            ": no end-of-sequence",
+            r"\w: no end-of-sequence",
         ),
     ],
     ids=[

@@ -21,6 +21,7 @@ from conftest import (
 from test_train_offline import differing, same_adapter
 
 import batches
+import train_offline
 import train_online
 from runtime import folder
 from train_online import Answers, OnlineLosses, lower_terms
@@ -535,3 +536,26 @@ def test_a_chat_template(online, files, states):
     for text in refined:
         assert not any(token in text for token in ("<|im", "<eos>", "<pad>"))
     assert run.metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("script", [train_offline, train_online])
+def test_a_step_adds_in_a_fixed_order(script, monkeypatch):
+    """Torch is as it was behind a step, also behind one that breaks off."""
+
+    def forward(*_):
+        raise ArithmeticError(torch.get_deterministic_debug_mode())
+
+    monkeypatch.setattr(script, "sequence_logprobs", forward)
+    row = {"input_ids": [5, 6], "trained": [0, 1]}
+    lower = [row] if script is train_offline else [Answers([row])]
+    model = SimpleNamespace(device="cpu")
+    for mode in (0, 1):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            with pytest.raises(ArithmeticError, match="2"):
+                script.descend(
+                    model, [], None, [], lower, torch.ones(1), 0.5, clip=1.0, micro_batch=1
+                )
+            assert torch.get_deterministic_debug_mode() == mode
+        finally:
+            torch.set_deterministic_debug_mode(0)
