@@ -46,7 +46,7 @@ PLAIN_SETTINGS = {
     "use_rslora",
 }
 
-# What `fixed_order` needs: torch's cuBLAS has to be told, and new tensors need no filling.
+# `fixed_order` needs cuBLAS to work in memory of a fixed size. It would also fill every new tensor.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.utils.deterministic.fill_uninitialized_memory = False
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.

@@ -329,7 +329,7 @@ def question_means(values, questions):
     values (sum of G,): one a row, in order; a question has G rows, or 1 original, or none.
     """
     sizes = [len(answers.rows) for answers in questions]
-    if not sizes:  # a forward of upper rows alone
+    if not sizes:  # a forward of upper rows alone, whose empty sum CUDA refuses
         return values
     counts = torch.tensor(sizes, device=values.device)
     sums = torch.segment_reduce(values, "sum", lengths=counts)

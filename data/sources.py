@@ -69,15 +69,18 @@ def _is_data(path):
 def _folder_parts(folder, split):
     import datasets
 
+    from runtime.folder import LOCK
+
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         with reading(folder):
             saved = datasets.load_from_disk(str(folder))
             if isinstance(saved, datasets.DatasetDict):
                 saved = saved[split or "train"]
             return [saved]
-    runs = {lock.parent for lock in folder.rglob("run.lock")}  # what training wrote there
+    paths = sorted(folder.rglob("*"))
+    runs = {path.parent for path in paths if path.name == LOCK}  # what training wrote
     visible = []
-    for path in sorted(folder.rglob("*")):
+    for path in paths:
         hidden = "/." in f"/{path.relative_to(folder)}" or runs & set(path.parents)
         if path.is_file() and not hidden:
             visible.append(path)

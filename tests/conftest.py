@@ -17,7 +17,7 @@ from types import SimpleNamespace
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Tests run on a CPU, in float64 or bit for bit; TEST_GPU=0 is for test_cuda.py.
+# Tests compare bit for bit, or with float64, on a CPU. TEST_GPU=0 shows a GPU: benchmarks/GPU.md.
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("TEST_GPU", "")
 
 import pytest

@@ -126,7 +126,8 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, monkeypatch):
     """Log-probs of packed rows, and the gradient of every LoRA matrix, are those of PEFT's own
-    layers on each row alone. (The runs of by_hand.py go on from here, step by step.)"""
+    layers on each row alone, in batches of several sizes, also as the compiler sees them. (The runs
+    of by_hand.py go on from here, step by step.)"""
     rows, _ = load_rows(
         files()["lower"],
         models.load_tokenizer(folders[name]),
@@ -140,7 +141,8 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, mon
             "torch.compile", functools.partial(torch.compile, backend=compiler)
         )
         models.compile_layers(ours)
-    logps, _ = logprobs.token_logps(ours, batches.pack(rows))
+    packs = map(batches.pack, (rows[:2], rows[2:3], rows[3:]))
+    logps = torch.cat([logprobs.token_logps(ours, pack)[0] for pack in packs])
     plain = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64)
     theirs = peft.PeftModel.from_pretrained(
         plain, adapters[name], is_trainable=True
@@ -172,6 +174,7 @@ def test_compiled_layers_run_on_packed_rows_alone(online, files, refused, monkey
             calls.append(kwargs["cu_seqlens"])
             return forward(*args, **kwargs)
 
+        assert dynamic
         return compiled
 
     paths = files(lower=6, upper=6)
@@ -179,9 +182,10 @@ def test_compiled_layers_run_on_packed_rows_alone(online, files, refused, monkey
     options = {"epochs": 1, "out": "compiled", "compile": True}
     monkeypatch.setattr("torch.compile", stand_in)
     assert online(paths, **options).result == expected.result
-    assert calls
-    line = refused(lambda: online(paths, gradient_checkpointing=True, **options))
-    assert "--compile goes with none" in line
+    assert len(calls) > 4
+    for flag in ("four_bit", "gradient_checkpointing", "fsdp"):
+        line = refused(lambda flag=flag: online(paths, **{flag: True}, **options))
+        assert "--compile goes with none of" in line or flag == "fsdp"
 
 
 # --- other weights at a resume --------------------------------------------------------------------

@@ -297,15 +297,9 @@ def test_numbers_are_their_text(load):
         '{"messages": [{"role": "user", "content": "", "value": "a?"}, ANSWER]}',
         '{"messages": [{"role": "user", "content": [{"content": "a"}, "?"]}, ANSWER]}',
         '{"messages": [{"role": "system", "content": "", "id": "x"}, ASK, ANSWER]}',
-        '{"prompt": "a?", "response": "b", "input": " \\n"}',
-        '{"messages": [ASK, ANSWER, IMAGE]}',  # behind the last answer
-        '{"messages": [CALL, ASK, ANSWER]}',  # before the first question
-        '{"messages": [{"role": "user", "content": ["a", {"text": "?", "image": null}]}, ANSWER]}',
-        '{"messages": [ASK, {"role": "Gpt", "content": "b", "tool_calls": []}], "images": []}',
-        '{"messages": [ASK, {"role": "bot", "content": "b", "weight": 1}, ASK, SILENT]}',
     ],
 )
-def test_text_under_another_key_is_read_and_what_loses_nothing_is_kept(load, row):
+def test_text_under_another_key_is_read(load, row):
     assert load(row)[0][0] == load('{"messages": [ASK, ANSWER]}')[0][0]
 
 
@@ -318,6 +312,21 @@ def test_an_assistant_that_speaks_first_is_counted(load):
 
 
 # --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": "a?", "response": "b", "input": " \\n"}',
+        '{"messages": [ASK, ANSWER, IMAGE]}',  # behind the last answer
+        '{"messages": [CALL, ASK, ANSWER]}',  # before the first question
+        '{"messages": [{"role": "user", "content": ["a", {"text": "?", "image": null}]}, ANSWER]}',
+        '{"messages": [ASK, {"role": "Gpt", "content": "b", "tool_calls": []}], "images": []}',
+        '{"messages": [ASK, {"role": "bot", "content": "b", "weight": 1}, ASK, SILENT]}',
+    ],
+)
+def test_what_loses_nothing_is_kept(load, row):
+    assert load(row)[0][0] == load('{"messages": [ASK, ANSWER]}')[0][0]
 
 
 def test_an_answer_of_weight_0_is_read_and_not_trained_on(load):

@@ -21,12 +21,14 @@ def test_bmo_and_bds_have_the_same_solutions_when_separable():
         assert float(val[bds].max()) == float(val[pareto].min())
 
 
-WEAK = [True, True, False, True]
-
-
 def test_weakly_pareto_is_weak():
     losses = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [0.5, 3.0]], dtype=F64)
-    assert equivalence.weakly_pareto(losses).tolist() == WEAK
+    assert equivalence.weakly_pareto(losses).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_scalarised_set_of_two_objectives_against_a_fine_grid():
@@ -37,7 +39,12 @@ def test_scalarised_set_of_two_objectives_against_a_fine_grid():
         reached = weighted <= weighted.amin(1, keepdim=True) + 1e-12
         assert torch.equal(equivalence.scalarised(losses), reached.any(0))
     corner = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.7, 0.7], [0.0, 2.0]], dtype=F64)
-    assert equivalence.scalarised(corner).tolist() == WEAK
+    assert equivalence.scalarised(corner).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
     parallel = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]], dtype=F64)
     assert equivalence.scalarised(parallel).tolist() == [
         True,
