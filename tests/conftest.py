@@ -3,6 +3,7 @@
 Nothing here needs a network or anything outside the repository.
 """
 
+import functools
 import json
 import os
 import random
@@ -232,6 +233,15 @@ def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def read_json(path):
+    return json.loads(Path(path).read_text())
+
+
+def change_json(path, **values):
+    """Set values of the JSON object in a file."""
+    Path(path).write_text(json.dumps(read_json(path) | values))
+
+
 @pytest.fixture
 def files(tmp_path):
     """files(lower=37, upper=20, ...) writes row files, returns their paths by name."""
@@ -360,12 +370,12 @@ def rank(ranked_by, folders):
 
 @pytest.fixture
 def refused(capfd):
-    """refused(call) -> the one line on stderr of a call that ends in exit code 2."""
+    """refused(call, ...) -> the one line on stderr of call(...), which ends in exit code 2."""
 
-    def check(call):
+    def check(call, *args, **options):
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
-            command.run(call)
+            command.run(functools.partial(call, *args, **options))
         stderr = capfd.readouterr().err
         assert stop.value.code == 2, stderr
         assert "Traceback" not in stderr
@@ -392,7 +402,7 @@ def bad(tmp_path, files, folders, refused):
 
     def check(message, main=train_offline.main, trace=False, **options):
         before = set(listing(tmp_path))
-        line = refused(lambda: main(flags(**defaults | options)))
+        line = refused(main, flags(**defaults | options))
         assert re.search(message, line), line
         assert 20 < len(line) < 700
         assert not leftovers(tmp_path)
@@ -414,7 +424,7 @@ def measured(tmp_path, capfd):
         file = tmp_path / "bench.json"
         main([*map(str, words), "--json", str(file)])
         call.text = capfd.readouterr().out
-        report = json.loads(file.read_text())
+        report = read_json(file)
         assert report["benchmark"] == words[0]
         assert report["command"].startswith(f"python -m benchmarks {words[0]}")
         assert report["torch"] == torch.__version__

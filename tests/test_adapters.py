@@ -5,13 +5,13 @@ over other base weights without a word.
 """
 
 import functools
-import json
 
 import peft
 import pytest
 import torch
 from by_hand import token_logps as plain_logps
 from conftest import (
+    change_json,
     copy_tree,
     make_adapter,
     make_llama,
@@ -57,7 +57,7 @@ def test_an_adapter_that_does_not_match_is_refused(
 ):
     folder = copy_tree(adapters["llama"], tmp_path / "edited")
     rewrite(folder / "adapter_model.safetensors", change)
-    refused(lambda: train(files(), adapter=folder))
+    refused(train, files(), adapter=folder)
     assert not (tmp_path / "run").exists()
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
 ):
     """What it adds would be in no checkpoint, would change the base, or learn nothing."""
     folder = make_adapter(folders["llama"], tmp_path / "adapter", **changes)
-    refused(lambda: train(files(), adapter=folder))
+    refused(train, files(), adapter=folder)
     assert not (tmp_path / "run").exists()
 
 
@@ -95,7 +95,7 @@ def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters)
     layer.scaling["default"] *= 2
     plain = layer.get_delta_weight
     layer.get_delta_weight = lambda name: plain(name) / 2
-    assert "folded" in refused(lambda: check_folded(model, "adapter"))
+    assert "folded" in refused(check_folded, model, "adapter")
 
 
 def test_dropout_is_off(online, files, folders, adapters, tmp_path):
@@ -106,7 +106,7 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
         (base / "config.json", "attention_dropout"),
         (dropping / "adapter_config.json", "lora_dropout"),
     ):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {key: 0.5}))
+        change_json(file, **{key: 0.5})
     method = {
         "lr": 0,
         "batch": 4,
@@ -184,7 +184,7 @@ def test_compiled_layers_run_on_packed_rows_alone(online, files, refused, monkey
     assert online(paths, **options).result == expected.result
     assert len(calls) > 4
     for flag in ("four_bit", "gradient_checkpointing", "fsdp"):
-        line = refused(lambda flag=flag: online(paths, **{flag: True}, **options))
+        line = refused(online, paths, **{flag: True}, **options)
         assert "--compile goes with none of" in line or flag == "fsdp"
 
 
@@ -270,7 +270,7 @@ def test_other_weights_in_the_same_place_are_not_resumed(
     for file in (base / "model.safetensors", adapter / "adapter_model.safetensors"):
         content = file.read_bytes()
         rewrite(file, flipped)
-        refused(lambda: train(files(), base, resume=True, **method))
+        refused(train, files(), base, resume=True, **method)
         file.write_bytes(content)
     assert train(files(), base, resume=True, **method).result == run.result
 

@@ -14,6 +14,7 @@ import peft
 import pytest
 from conftest import (
     ROOT,
+    change_json,
     copy_tree,
     flags,
     leftovers,
@@ -112,11 +113,7 @@ def truncate(path):
 
 
 def configure(**changes):
-    def edit(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return edit
+    return lambda folder: change_json(folder / "config.json", **changes)
 
 
 def weigh(change):
@@ -238,7 +235,7 @@ def test_full_disk(
         monkeypatch.setattr(models, "save_adapter", full)
     else:
         file_size_limit(size)
-    line = refused(lambda: train(paths, **options))
+    line = refused(train, paths, **options)
     file_size_limit(resource.RLIM_INFINITY)
     monkeypatch.undo()
     assert re.search(r"(?i)file too large", line)

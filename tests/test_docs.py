@@ -4,13 +4,12 @@ import contextlib
 import functools
 import importlib
 import io
-import json
 import re
 import shlex
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_json
 
 from paper import rendering
 
@@ -238,7 +237,7 @@ def test_every_page_is_reached_from_the_readme():
 
 
 def stored(name):
-    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return read_json(ROOT / "results" / f"{name}.json")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,12 +1,11 @@
 """docs/lesson.md, run: every command, every figure in its tables, every change of one line."""
 
-import json
 import re
 import shlex
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, read_rows
+from conftest import ROOT, read_json, read_rows
 
 import train_offline
 import train_online
@@ -95,10 +94,6 @@ def measured_of_tests(key, rows):
     return sum(row["reason"] is not None for row in all_of_kind) / len(all_of_kind)
 
 
-def result_of(out):
-    return json.loads((out / "result.json").read_text())
-
-
 def tolerance(key):
     if "refined/" in key:
         return ANSWERS
@@ -130,11 +125,9 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
             if abs(seen - float(value)) > tolerance(key):
                 wrong.append(f"{title}: {key} is {seen}, the lesson says {value}")
         if "--token-budget" in arguments:
-            raw = result_of(tmp_path / "runs/lesson/raw")
-            assert (
-                int(arguments[arguments.index("--token-budget") + 1])
-                == 3 * raw["lower_tokens"]
-            )
+            raw = read_json("runs/lesson/raw/result.json")
+            budget = int(arguments[arguments.index("--token-budget") + 1])
+            assert budget == 3 * raw["lower_tokens"]
         if out.suffix == ".jsonl":  # a ranking, and no run
             continue
         if change:

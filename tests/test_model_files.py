@@ -1,11 +1,10 @@
 """Model folders and names that are none, and values that no run can have: exit code 2, no trace."""
 
-import json
 import re
 
 import pytest
 import torch
-from conftest import copy_tree
+from conftest import change_json, copy_tree
 from transformers import MistralConfig
 
 import models
@@ -103,16 +102,16 @@ def test_a_file_of_a_model_that_is_none(bad, folders, tmp_path, name, change):
     folder = copy_tree(folders["llama"], tmp_path / "model")
     file = folder / name
     if isinstance(change, dict):
-        change = json.dumps(json.loads(file.read_text()) | change)
-    file.write_text(change)
+        change_json(file, **change)
+    else:
+        file.write_text(change)
     bad("model", model=folder)
 
 
 def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
     """A config.json of fewer layers: transformers leaves the others out and says nothing."""
     folder = copy_tree(folders["llama"], tmp_path / "shallow")
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
+    change_json(folder / "config.json", num_hidden_layers=1)
     assert "model.layers.1." in train(files(), folder, batch=12, epochs=1).text
 
 

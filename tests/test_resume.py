@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import listing, read_rows, write_pairs, write_rows
+from conftest import listing, read_json, read_rows, write_pairs, write_rows
 
 import curate
 import models
@@ -64,7 +64,7 @@ def test_a_run_does_not_go_on_by_an_edited_ranking(train, online, files, refused
         rows = read_rows(file)
         rows[0]["weight"] += 1
         write_rows(file, rows)
-        line = refused(lambda c=call, o=options: c(paths, resume=True, **o))
+        line = refused(call, paths, resume=True, **options)
         assert "cannot resume: data" in line
 
 
@@ -191,7 +191,7 @@ def test_another_argument_is_refused_by_name(request, files, refused, script):
     run = start().out
     before = {name: (run / name).read_bytes() for name in listing(run)}
     for name, value in CHANGES[script].items():
-        line = refused(functools.partial(start, resume=True, **{name: value}))
+        line = refused(start, resume=True, **{name: value})
         assert name in line
     refused(start)  # without --resume
     assert before == {name: (run / name).read_bytes() for name in listing(run)}
@@ -208,7 +208,7 @@ def test_other_rows_or_another_environment_are_refused(train, files, refused):
         path.write_bytes(content.replace(b"e", b"a", 1))
         refused(start)
         path.write_bytes(content)
-    config = json.loads((run / "config.json").read_text())
+    config = read_json(run / "config.json")
     for key in ("torch", "dtype", "device"):
         changed = config | {"environment": config["environment"] | {key: "another"}}
         (run / "config.json").write_text(json.dumps(changed))

@@ -18,6 +18,7 @@ from conftest import (
     listing,
     make_llama,
     make_rows,
+    read_json,
     read_rows,
     save_model,
     write_pairs,
@@ -284,7 +285,7 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     assert sft.result["lower_kept"] == pytest.approx(sum(losses[:7]) / 7, rel=1e-4)
     source[kept[0]]["response"] = "another answer"
     write_rows(paths["lower"], source)
-    refused(lambda: train(paths, out="other", **keep))
+    refused(train, paths, out="other", **keep)
 
 
 def test_eq_given_weights_are_those_of_the_loss(train, files, tmp_path):
@@ -366,7 +367,7 @@ def test_run_folder_and_metrics(train, files):
     wanted += ["weights/epoch_1.safetensors", "weights/epoch_2.safetensors"]
     assert set(wanted) <= set(left)
     assert not [name for name in left if "partial" in name]
-    assert json.loads((run.out / "result.json").read_text()) == run.result
+    assert read_json(run.out / "result.json") == run.result
     assert f"eval.py report '{run.out}'" in run.text  # a command to paste
     shown = json.loads(run.text.splitlines()[-1].removeprefix("RESULT "))
     assert shown.items() <= run.result.items()

@@ -435,7 +435,7 @@ def test_a_ranking_masks_the_rows_that_it_does_not_keep(
     ]
     rows[3]["response"] = "another answer"
     write_rows(paths["lower"], rows)
-    refused(lambda: online(paths, out="other", **method))
+    refused(online, paths, out="other", **method)
 
 
 @pytest.mark.parametrize(("k_gen", "best"), [(50, 1), (1, 7)])

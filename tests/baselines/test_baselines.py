@@ -101,22 +101,20 @@ def test_bad_input(rank, files, folders, refused, tmp_path):
     files = files(lower=12, upper=8, heldout=4)
     model = str(folders["llama"])
     words = ["--lower", files["lower"], "--model", model]
-    assert "--upper is missing" in refused(lambda: command.main(["dsir", *words]))
-    assert "--model is missing" in refused(lambda: command.main(["loss", *words[:2]]))
-    assert "--lower is missing" in refused(lambda: command.main(["loss", *words[2:]]))
+    assert "--upper is missing" in refused(command.main, ["dsir", *words])
+    assert "--model is missing" in refused(command.main, ["loss", *words[:2]])
+    assert "--lower is missing" in refused(command.main, ["loss", *words[2:]])
     for name in ("lower", "upper"):
-        line = refused(lambda name=name: rank("random", files, out=files[name]))
+        line = refused(rank, "random", files, out=files[name])
         assert "would overwrite" in line
     (tmp_path / "r.set_aside.jsonl").write_text("an older list")
     rank("random", files, out="r.jsonl")
     assert not (tmp_path / "r.set_aside.jsonl").exists()
     source = {**files, "lower": tmp_path / "r.set_aside.jsonl"}
-    assert "would overwrite" in refused(lambda: rank("random", source, out="r.jsonl"))
+    assert "would overwrite" in refused(rank, "random", source, out="r.jsonl")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"args": {}}')
-    assert "would overwrite" in refused(
-        lambda: rank("random", files, out="run/weights.jsonl")
-    )
+    assert "would overwrite" in refused(rank, "random", files, out="run/weights.jsonl")
     for name, value in (("keep_fraction", 0), ("epochs", 0), ("seed", -1)):
         with pytest.raises((SystemExit, UserError)):
             rank("less", files, **{name: value})

@@ -6,16 +6,15 @@ Python's `re` by the `regex` package, whose \\w holds other characters (x² is o
 two to `regex`). The package was published with `re`.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_rows
+from conftest import read_json, read_rows
 
 from baselines import dsir
 
-REFERENCE = json.loads((Path(__file__).parent / "data" / "dsir_reference.json").read_text())
+REFERENCE = read_json(Path(__file__).parent / "data" / "dsir_reference.json")
 
 
 def test_eq_dsir_log_weights_equal_the_packages():

@@ -151,7 +151,7 @@ def test_less_refuses_the_work_of_another_run(rank, files, refused, folders, tmp
     changed[3]["response"] += " stone"
     changed = write_rows(tmp_path / "changed.jsonl", changed)
     for word, options in (("model", {"model": other}), ("lower rows", {"lower": changed})):
-        line = refused(lambda options=options: rank("less", rows, **{**LESS, **options}))
+        line = refused(rank, "less", rows, **{**LESS, **options})
         assert word in line
         assert f"{made.file}.less" in line
     assert made.file.read_bytes() == before

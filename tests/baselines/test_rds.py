@@ -84,4 +84,4 @@ def test_a_hidden_state_that_is_not_finite_is_refused(rank, files, refused, monk
         return torch.full((batch["input_ids"].shape[1], 8), torch.nan)
 
     monkeypatch.setattr(rds, "packed_forward", broken)
-    assert "not finite" in refused(lambda: rank("rds", files(lower=6)))
+    assert "not finite" in refused(rank, "rds", files(lower=6))

@@ -1,13 +1,12 @@
 """`python -m benchmarks gpu`: calls that go on where the last one ended; a hung part is ended."""
 
-import json
 import os
 import pickle
 import signal
 import time
 
 import pytest
-from conftest import ran
+from conftest import ran, read_json
 
 from benchmarks import gpu_parts
 from benchmarks.__main__ import main
@@ -68,7 +67,7 @@ def test_calls_go_on_where_the_last_one_ended(call, tmp_path, capfd):
     assert call() == {"works": 1, "hangs": 1, "dies": 1, "lacks": 1}
     assert time.monotonic() - started < 60  # the part that hangs was killed
     folder = tmp_path / "out" / "rehearsal"
-    assert json.loads((folder / "works.json").read_text())["result"] == {"value": 7.5}
+    assert read_json(folder / "works.json")["result"] == {"value": 7.5}
     text = capfd.readouterr().out
     for line in (
         "7.5000",
@@ -98,7 +97,7 @@ def test_the_rehearsal(tmp_path):
     folder = tmp_path / "rehearsal"
 
     def result(name):
-        return json.loads((folder / f"{name}.json").read_text())["result"]
+        return read_json(folder / f"{name}.json")["result"]
 
     heads = result("log-probs-T-33-d-16-V-1003")
     for kernel in ("here, torch", "here, triton"):

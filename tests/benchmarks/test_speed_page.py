@@ -1,9 +1,8 @@
 """The figures in the tables of docs/speed.md are stored in results/gpu_*.json and bench_*.json."""
 
-import json
 import re
 
-from conftest import ROOT
+from conftest import ROOT, read_json
 
 from benchmarks.measure import milliseconds, shown
 
@@ -29,7 +28,7 @@ def test_every_figure_of_a_table_is_stored():
     stored = set()
     for pattern in ("bench_*.json", "gpu_*.json"):
         for file in (ROOT / "results").glob(pattern):
-            stored |= written_of(json.loads(file.read_text()))
+            stored |= written_of(read_json(file))
     spreads = re.findall(r"\d+\.\d+\s\([\d.]+-[\d.]+\)", page)
     rates = re.findall(r"\| (\d+,\d{3}) \|", page)
     hours = re.findall(r"\| [\d.]+ \| ([\d.]+) \| [\d.]+ \| [\d.]+ \|$", page, re.MULTILINE)
@@ -46,7 +45,7 @@ def test_the_goals_and_the_readme_say_what_is_stored():
     """Ratios of the table of goals are quotients of stored medians; the README's three figures."""
 
     def stored(name):
-        return json.loads((ROOT / "results" / f"gpu_{name}.json").read_text())
+        return read_json(ROOT / "results" / f"gpu_{name}.json")
 
     steps, hours = stored("step")["parts"]["llama3-8b"], stored("table2")["hours"]
     heads = next(iter(stored("logprob")["parts"].values()))

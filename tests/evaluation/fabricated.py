@@ -7,7 +7,7 @@ import json
 import re
 
 import torch
-from conftest import write_rows
+from conftest import change_json, read_json, write_rows
 from safetensors.torch import save_file
 
 import eval as front
@@ -29,6 +29,11 @@ ARGUMENTS = {
     "upper": ["upper.jsonl"],
     "upper_heldout": ["held.jsonl"],
 }
+
+
+def evaluate(*words):
+    """`python eval.py WORDS`."""
+    front.main([str(word) for word in words])
 
 
 def fabricate(folder, rows=40, epochs=2, finished=True, losses=(0.5, 0.3), **args):
@@ -98,16 +103,11 @@ def finish(folder, omega, args, loss):
     (folder / "result.json").write_text(json.dumps(result))
 
 
-def change_json(file, **values):
-    """Set values of a JSON object in a file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
 def add_texts(folder, text, entries):
     """Every text of a run is the same: one source, curated.jsonl; every other row is rewritten."""
     source = folder.with_suffix(".jsonl")
     write_rows(source, [{"prompt": text, "response": text}])
-    arguments = json.loads((folder / "config.json").read_text())["args"]
+    arguments = read_json(folder / "config.json")["args"]
     change_json(folder / "config.json", args=arguments | {"lower": [str(source)]})
     curated = []
     for number, entry in enumerate(entries):
@@ -169,10 +169,8 @@ def column(page, name):
 def make_page(tmp_path, *folders, row_tests=None):
     """(HTML, `Page`, its text) of a report; whatever its rows hold, only our script can run."""
     out = tmp_path / "out" / "page.html"
-    words = ["report", *map(str, folders), "--out", str(out)]
-    if row_tests:
-        words += ["--row-tests", str(row_tests)]
-    front.main(words)
+    words = ["--row-tests", row_tests] if row_tests else []
+    evaluate("report", *folders, "--out", out, *words)
     text = out.read_text(encoding="utf-8")
     page = Page(text)
     assert not page.tags & {"iframe", "a", "object", "form", "base", "svg"}

@@ -1,14 +1,12 @@
 """Seeds in one row, and runs of different data."""
 
-import json
 import math
 import re
 
 import pytest
-from conftest import read_rows, write_rows
-from fabricated import change_json, fabricate
+from conftest import change_json, read_json, read_rows, write_rows
+from fabricated import evaluate, fabricate
 
-import eval as front
 from evaluation.comparison import comparison_rows, final_metrics, student_t, without_seed
 from evaluation.runs import Run
 
@@ -39,8 +37,8 @@ def test_eq_seeds_by_hand(tmp_path, capfd):
         folder = tmp_path / "bds" / f"seed-{seed}"
         runs.append(fabricate(folder, seed=seed, losses=(1, loss), clip=math.inf))
     runs.append(fabricate(tmp_path / "mix", method="mix", losses=(1, 0.4)))
-    front.main(["compare", *map(str, runs), "--json", str(tmp_path / "new" / "c.json")])
-    first, second = json.loads((tmp_path / "new" / "c.json").read_text())
+    evaluate("compare", *runs, "--json", tmp_path / "new" / "c.json")
+    first, second = read_json(tmp_path / "new" / "c.json")
     assert [(row["name"], row["n"]) for row in (first, second)] == [
         ("bds", 3),
         ("mix", 1),
@@ -67,7 +65,7 @@ def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
     runs = [fabricate(tmp_path / "bds" / f"seed-{seed}", seed=seed) for seed in range(3)]
     for run in runs[:2]:
         change_json(run / "result.json", upper_exact=0.9)
-    front.main(["compare", *map(str, runs)])
+    evaluate("compare", *runs)
     line = next(
         line for line in capfd.readouterr().out.splitlines() if line.startswith("bds")
     )
@@ -98,7 +96,7 @@ def test_a_kind_cannot_steer_the_terminal_or_fill_it(tmp_path, capfd):
     run = fabricate(tmp_path / "run")
     rows = [r | {"kind": "\x1b[2J" + "x" * 5000} for r in read_rows(run / "weights.jsonl")]
     write_rows(run / "weights.jsonl", rows)
-    front.main(["compare", str(run)])
+    evaluate("compare", run)
     text = capfd.readouterr().out
     assert "weight/auroc/" in text
     assert "\x1b" not in text
@@ -152,7 +150,7 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
     other = fabricate(tmp_path / "other", **args)
     change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
     for command in ("compare", "report"):
-        line = refused(lambda name=command: front.main([name, str(first), str(other)]))
+        line = refused(evaluate, command, first, other)
         assert "runs of different data" in line
         assert next(iter(data)) in line
 
@@ -186,6 +184,6 @@ def test_which_auroc_is_compared(tmp_path, capfd):
     assert expected == pytest.approx(sum(above) / len(above))
     assert first["weight/auroc"]["mean"] == expected
     assert not [key for key in second if "auroc" in key]
-    front.main(["compare", *map(str, runs)])
+    evaluate("compare", *runs)
     text = capfd.readouterr().out
     assert re.search(rf"^weight/auroc +{expected:.4f} +-$", text, re.MULTILINE)

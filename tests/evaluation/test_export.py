@@ -7,10 +7,10 @@ import datasets
 import pytest
 import torch
 from conftest import listing, make_rows, make_tokenizer, read_rows, write_rows
+from fabricated import evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
-import eval as front
 from data import layouts, messages, sets, tokens
 from evaluation.export import FORMATS, copies_of, mean_one_weights
 
@@ -70,7 +70,7 @@ def export(capfd):
 
     def call(source, *words):
         capfd.readouterr()
-        front.main(["export", str(source), *map(str, words)])
+        evaluate("export", source, *words)
         text = capfd.readouterr().out
         return text.splitlines()[-1].partition("train on ")[2], text
 
@@ -260,9 +260,9 @@ def test_moved_sources(mixed, tmp_path, export, refused):
     files = moved / "rows.json", moved / "a.jsonl"
     for file in (first, second):
         (tmp_path / file).rename(moved / file.rpartition("/")[2])
-    assert "a.jsonl: no such file" in refused(lambda: export(ranking))
+    assert "a.jsonl: no such file" in refused(export, ranking)
     assert read_rows(export(ranking, "--lower", *files)[0]) == before
-    line = refused(lambda: export(ranking, "--lower", files[1]))
+    line = refused(export, ranking, "--lower", files[1])
     assert f"0 of the 1 files have the name of the source {second}" in line
     rows = read_rows(files[1])
     for changed, words in (
@@ -270,7 +270,7 @@ def test_moved_sources(mixed, tmp_path, export, refused):
         (rows[:2], "row 2: is not there"),
     ):
         write_rows(files[1], changed)
-        line = refused(lambda: export(ranking, "--lower", *files))
+        line = refused(export, ranking, "--lower", *files)
         assert f"{files[1]} {words}" in line
 
 
@@ -280,7 +280,7 @@ def test_moved_sources(mixed, tmp_path, export, refused):
 def test_an_offline_run_and_what_keep_makes_of_it(train, files, export):
     """Its kept rows with their weights; another threshold leaves the weights of the others."""
     run = train(files(lower=14), epochs=2, omega_lr=30, keep_fraction=0.5)
-    front.main(["keep", str(run.out), "--keep-fraction", "0.25", "--by", "final_loss"])
+    evaluate("keep", run.out, "--keep-fraction", "0.25", "--by", "final_loss")
     kept = read_rows(run.out / "kept.jsonl")
     for source, ranking in ((run.out, run.weights), (run.out / "kept.jsonl", kept)):
         chosen = sorted((r for r in ranking if r["kept"]), key=lambda row: row["row_id"])
@@ -302,11 +302,11 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     assert [row["weight"] for row in written] == [1.0] * 4
     kept = sorted(row["row_id"] for row in ranked.ranked if row["kept"])
     assert [row["prompt"][0]["content"] for row in written] == [rows[n]["q"] for n in kept]
-    assert "with --lower-columns" in refused(lambda: export(ranked.file, *flags[:2]))
+    assert "with --lower-columns" in refused(export, ranked.file, *flags[:2])
     for line in ranked.ranked:
         line.pop("source", None)
     write_rows(ranked.file, ranked.ranked)
-    assert "has no source" in refused(lambda: export(ranked.file))
+    assert "has no source" in refused(export, ranked.file)
 
 
 def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
@@ -352,16 +352,14 @@ def test_what_holds_no_row_leaves_no_file(tmp_path, export, refused):
     file = ranking_of(tmp_path, [source], **columns, recommended=["refined"])
     for flags in (["--format", "pairs"], []):
         layout = flags[-1] if flags else "prompt-completion"
-        assert f"holds no row for --format {layout}" in refused(
-            lambda f=flags: export(file, *f)
-        )
+        assert f"holds no row for --format {layout}" in refused(export, file, *flags)
         ranking_of(tmp_path, [source], **columns)
-    assert "No such file" in refused(lambda: export(tmp_path / "nowhere"))
+    assert "No such file" in refused(export, tmp_path / "nowhere")
     ranking_of(tmp_path, [source], weight=[-1])
-    assert "its weights are negative" in refused(lambda: export(file))
+    assert "its weights are negative" in refused(export, file)
     write_rows(file, [{"row_id": 1, "rank": 1, "hash": "h", "source": source}])
     for flags in ([], ["--all"]):
-        assert "no kept that is true or false" in refused(lambda f=flags: export(file, *f))
+        assert "no kept that is true or false" in refused(export, file, *flags)
     assert listing(tmp_path) == ["ranking.jsonl", "rows.jsonl"]
 
 

@@ -125,4 +125,4 @@ def test_a_damaged_row_is_one_line(tmp_path, refused):
     rows = read_rows(run / "weights.jsonl")
     rows[3]["bad"] = None
     write_rows(run / "weights.jsonl", rows)
-    assert "weights.jsonl" in refused(lambda: final_metrics(Run(run)))
+    assert "weights.jsonl" in refused(final_metrics, Run(run))

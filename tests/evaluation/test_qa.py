@@ -1,15 +1,14 @@
 """Accuracies against brute-force log-likelihoods, and bad input."""
 
-import json
 import random
 import sys
 
 import pytest
 import torch
-from conftest import make_tokenizer, write_rows
+from conftest import make_tokenizer, read_json, write_rows
+from fabricated import evaluate
 from transformers import AutoModelForCausalLM
 
-import eval as front
 from evaluation import qa
 from evaluation.losses import load_trained
 
@@ -118,20 +117,10 @@ def test_the_adapter_of_a_run_counts(tmp_path, quiet, files, train):
     accuracies = {}
     for name, flags in (("run", []), ("base", ["--base"])):
         out = tmp_path / f"{name}.json"
-        front.main(
-            [
-                "qa",
-                str(run.out),
-                "--tasks",
-                "arc_easy",
-                "--local",
-                str(tmp_path),
-                "--out",
-                str(out),
-                *flags,
-            ]
+        evaluate(
+            "qa", run.out, "--tasks", "arc_easy", "--local", tmp_path, "--out", out, *flags
         )
-        accuracies[name] = json.loads(out.read_text())["arc_easy"]["acc"]
+        accuracies[name] = read_json(out)["arc_easy"]["acc"]
     model, tokenizer, _ = load_trained(str(run.out))
     expected = brute_force(model, tokenizer, "arc_easy", rows)[0]
     assert accuracies["run"] == pytest.approx(expected)
@@ -142,12 +131,12 @@ def test_the_adapter_of_a_run_counts(tmp_path, quiet, files, train):
 
 def test_without_the_harness_one_line(folders, monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    line = refused(lambda: front.main(["qa", str(folders["llama"]), "--tasks", "piqa"]))
+    line = refused(evaluate, "qa", folders["llama"], "--tasks", "piqa")
     assert "pip install 'lm_eval[hf]==0.4.13'" in line
 
 
 def test_a_task_without_a_file_is_named(tmp_path, refused):
     for task, file in (("piqa", "piqa.jsonl"), ("chess", "chess.yaml")):
-        line = refused(lambda t=task: qa.local_task(tmp_path, t))
+        line = refused(qa.local_task, tmp_path, task)
         assert line.startswith(f"error: --tasks {task}: ")
         assert line.endswith(f"{file} does not exist")

@@ -2,16 +2,15 @@
 
 import torch
 from conftest import read_rows, write_rows
-from fabricated import fabricate
+from fabricated import evaluate, fabricate
 from safetensors.torch import save_file
 
-import eval as front
 from evaluation.rankings import ranking_over_epochs
 from evaluation.runs import Run
 
 
 def keep(source, fraction, *flags):
-    front.main(["keep", str(source), "--keep-fraction", str(fraction), *flags])
+    evaluate("keep", source, "--keep-fraction", fraction, *flags)
 
 
 def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
@@ -26,8 +25,8 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
         (1.5, "at most 1"),
         (0.001, "none would be kept"),
     ):
-        assert words in refused(lambda f=fraction: keep(run, f))
-    assert "No such file" in refused(lambda: keep(tmp_path, 0.5))
+        assert words in refused(keep, run, fraction)
+    assert "No such file" in refused(keep, tmp_path, 0.5)
 
 
 def test_keep_by_any_column(tmp_path, capfd, refused):
@@ -54,13 +53,13 @@ def test_keep_by_any_column(tmp_path, capfd, refused):
     keep(run, 0.4, "--by", "echo")
     assert [row["row_id"] for row in read_rows(run / "kept.jsonl")][-3:] == [0, 1, 2]
     assert "37 rows without one first" in capfd.readouterr().out
-    assert "which is no number" in refused(lambda: keep(run, 0.4, "--by", "hash"))
-    line = refused(lambda: keep(run, 0.4, "--by", "nothing"))
+    assert "which is no number" in refused(keep, run, 0.4, "--by", "hash")
+    line = refused(keep, run, 0.4, "--by", "nothing")
     assert "--by nothing: " in line
     assert "final_loss" in line
     del rows[7]["final_loss"]
     write_rows(run / "weights.jsonl", rows)
-    assert "final_loss" in refused(lambda: keep(run, 0.4, "--by", "final_loss"))
+    assert "final_loss" in refused(keep, run, 0.4, "--by", "final_loss")
 
 
 def test_keep_never_keeps_a_row_that_looks_bad(tmp_path, capfd):
@@ -93,9 +92,9 @@ def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
     assert hashes == [f"{n:016x}" for n in range(8)]
     keep(run, 0.5)
     write_rows(run / "weights.jsonl", [*rows[:-1], rows[0]])
-    assert "stands in the file twice" in refused(lambda: keep(run, 0.5))
+    assert "stands in the file twice" in refused(keep, run, 0.5)
     write_rows(run / "weights.jsonl", [{"prompt": "x"}] * 8)
-    assert "a ranking with row_id, hash and rank" in refused(lambda: keep(run, 0.5))
+    assert "a ranking with row_id, hash and rank" in refused(keep, run, 0.5)
 
 
 def test_eq_ranking_over_epochs_by_hand(tmp_path):

@@ -9,10 +9,9 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import read_rows, write_rows
-from fabricated import HOSTILE, add_texts, change_json, column, fabricate, make_page
+from conftest import change_json, read_rows, write_rows
+from fabricated import HOSTILE, add_texts, column, evaluate, fabricate, make_page
 
-import eval as front
 from evaluation import report
 from utils import content_hash
 
@@ -125,8 +124,8 @@ def test_texts_come_from_files_whose_hash_agrees(tmp_path, capfd):
 
 def test_the_page_stands_beside_the_runs(tmp_path, capfd):
     runs = [fabricate(tmp_path / "all" / name) for name in ("one", "two")]
-    front.main(["report", str(runs[0])])
-    front.main(["report", *map(str, runs)])
+    evaluate("report", runs[0])
+    evaluate("report", *runs)
     assert (runs[0] / "report.html").exists()
     assert (tmp_path / "all" / "report.html").exists()
     assert "all/report.html" in capfd.readouterr().out
@@ -246,7 +245,7 @@ def test_a_ranking_of_other_data_is_refused(tested, tmp_path, refused, change, w
     else:
         ranking[5] |= change
     file = write_rows(tmp_path / "r.jsonl", ranking)
-    line = refused(lambda: make_page(tmp_path, run, row_tests=file))
+    line = refused(make_page, tmp_path, run, row_tests=file)
     assert f"{file}: " in line
     assert words in line
     assert not (tmp_path / "out" / "page.html").exists()

@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 from conftest import listing, read_rows, write_rows
-from fabricated import add_texts, fabricate
+from fabricated import add_texts, evaluate, fabricate
 from safetensors.torch import save_file
 
-import eval as front
 from evaluation.runs import Run, read_result
 from utils import UserError, content_hash
 
@@ -60,7 +59,7 @@ def run_folder(here):
 
 
 def call(command, folder):
-    front.main([command, str(folder), *COMMANDS[command]])
+    evaluate(command, folder, *COMMANDS[command])
 
 
 def test_whole_files_are_read(run_folder):
@@ -75,7 +74,7 @@ def test_damaged_files_are_one_line(run_folder, refused, name, damage):
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     for command in FILES[name]:
         if damage != "no keys" or name not in SOUND:
-            assert str(run_folder) in refused(lambda c=command: call(c, run_folder))
+            assert str(run_folder) in refused(call, command, run_folder)
 
 
 @pytest.mark.parametrize("name", ["weights.jsonl", "curated.jsonl"])
@@ -87,7 +86,7 @@ def test_a_cut_ranking_goes_through_no_command(run_folder, refused, name, change
         rows[:5] if change == "cut" else [*rows, {**rows[0], "rank": 9}],
     )
     for command in FILES[name]:
-        line = refused(lambda c=command: call(c, run_folder))
+        line = refused(call, command, run_folder)
         assert f"{name}: holds {5 if change == 'cut' else 13} rows" in line
         assert "result.json says 12" in line
     assert not list(run_folder.glob("kept*")) + list(run_folder.glob("*alpaca*"))
@@ -99,7 +98,7 @@ def test_weights_of_another_number_of_rows_are_refused(run_folder, refused):
             file = run_folder / "weights" / f"epoch_{epoch}.safetensors"
             save_file({"omega": torch.zeros(7)}, file)
         for command in ("report", "ranking"):
-            line = refused(lambda c=command: call(c, run_folder))
+            line = refused(call, command, run_folder)
             assert "different numbers of rows" in line
 
 
@@ -108,16 +107,14 @@ def test_what_is_no_finished_run(tmp_path, refused):
         read_result(tmp_path)
     running = fabricate(tmp_path / "running", finished=False)
     for command in ("compare", "report"):
-        line = refused(lambda c=command: front.main([c, str(tmp_path)]))
+        line = refused(evaluate, command, tmp_path)
         assert "not the configuration of a run" in line
-    assert "has not finished" in refused(lambda: front.main(["compare", str(running)]))
+    assert "has not finished" in refused(evaluate, "compare", running)
     for file in (running / "weights").iterdir():
         file.unlink()
-    assert "no weights/epoch" in refused(lambda: front.main(["ranking", str(running)]))
+    assert "no weights/epoch" in refused(evaluate, "ranking", running)
     (running / "metrics.jsonl").unlink()
-    assert "has not taken a step yet" in refused(
-        lambda: front.main(["report", str(running)])
-    )
+    assert "has not taken a step yet" in refused(evaluate, "report", running)
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
@@ -153,10 +150,10 @@ def test_nothing_is_written_over_an_input(here, refused):
             "kept.jsonl",
         ):
             words = [command, str(run), *flags, "--out", path]
-            assert "would overwrite" in refused(lambda w=words: front.main(w))
+            assert "would overwrite" in refused(evaluate, *words)
         for path in (str(here), "pipe"):
             words = [command, str(run), *flags, "--out", path]
-            assert "is a folder or a device" in refused(lambda w=words: front.main(w))
+            assert "is a folder or a device" in refused(evaluate, *words)
     assert contents() == before
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)

@@ -1,16 +1,15 @@
 """Losses before and after training, against what the run itself measured."""
 
-import json
 import re
 import shutil
 
 import pytest
 import torch
-from conftest import copy_tree, make_rows, read_rows, write_rows
+from conftest import copy_tree, make_rows, read_json, read_rows, write_rows
+from fabricated import evaluate
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-import eval as front
 from batches import row_losses
 from data import tokens
 from evaluation.comparison import comparison_rows
@@ -22,8 +21,8 @@ KEYS = ("upper_heldout", "upper_heldout_per_token", "lower_heldout", "lower_orig
 
 def measure(run, *flags):
     """losses.json after `eval.py losses`."""
-    front.main(["losses", str(run.out), *flags])
-    return json.loads((run.out / "losses.json").read_text())
+    evaluate("losses", run.out, *flags)
+    return read_json(run.out / "losses.json")
 
 
 def mean_of(rows, name):
@@ -47,9 +46,7 @@ def test_losses_of_another_file(files, train, tmp_path, capfd):
     """One row of seven has no answer, which is said; the run's own figures stay."""
     run = train(files(), epochs=1)
     rows = [*make_rows(6, seed=77), {"prompt": "a?", "response": ""}]
-    front.main(
-        ["losses", str(run.out), "--rows", write_rows(tmp_path / "seven.jsonl", rows)]
-    )
+    evaluate("losses", run.out, "--rows", write_rows(tmp_path / "seven.jsonl", rows))
     text = capfd.readouterr().out
     assert re.search(r"^rows +6 ", text, re.M)
     assert "seven.jsonl: 6 of 7 rows, 1 rows set aside (an empty answer: 1)" in text
@@ -84,7 +81,7 @@ def test_rows_that_have_changed_are_refused(files, train, refused):
     """More rows at the end of the file are other rows, too, also for a run on kept ones."""
     paths = files(lower=20)
     run = train(paths, epochs=1, lr=0.01)
-    front.main(["keep", str(run.out), "--keep-fraction", "0.5"])
+    evaluate("keep", run.out, "--keep-fraction", "0.5")
     kept = train(
         paths, out="kept", method="sft", keep=run.out / "kept.jsonl", epochs=1, lr=0.01
     )
@@ -92,7 +89,7 @@ def test_rows_that_have_changed_are_refused(files, train, refused):
         paths["lower"], [*read_rows(paths["lower"]), *make_rows(30, seed=9, longest=3)]
     )
     for changed in (run, kept):
-        line = refused(lambda r=changed: measure(r))
+        line = refused(measure, changed)
         assert "have changed since the run" in line
         assert not (changed.out / "losses.json").exists()
 
@@ -105,19 +102,19 @@ def test_a_base_that_has_changed_is_refused(files, train, folders, tmp_path, ref
     name = next(iter(weights))
     weights[name] = weights[name] + 1
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    assert "has changed since the run" in refused(lambda: load_trained(str(run.out)))
+    assert "has changed since the run" in refused(load_trained, str(run.out))
 
 
 def test_what_is_no_finished_run_is_refused(files, train, folders, tmp_path, refused):
     for name in (tmp_path / "nowhere", folders["llama"]):
-        line = refused(lambda n=name: front.main(["losses", str(n)]))
+        line = refused(evaluate, "losses", name)
         assert f"{name}: not a run folder" in line
     run = train(files(), epochs=1)
     result = (run.out / "result.json").rename(run.out / "away.json")
-    assert "no result.json" in refused(lambda: measure(run))
+    assert "no result.json" in refused(measure, run)
     result.rename(run.out / "result.json")
     shutil.rmtree(run.out / "adapter")
-    assert f"{run.out}/adapter" in refused(lambda: measure(run))
+    assert f"{run.out}/adapter" in refused(measure, run)
 
 
 def test_eq_losses_of_a_run_that_began_with_an_adapter(
@@ -137,4 +134,4 @@ def test_eq_losses_of_a_run_that_began_with_an_adapter(
     base = mean_of(run.weights, "base_loss")
     assert figures["base/lower_original"] == pytest.approx(base, abs=1e-6)
     start.rename(tmp_path / "elsewhere")
-    assert f"{start}: Can" in refused(lambda: measure(run))
+    assert f"{start}: Can" in refused(measure, run)

@@ -3,7 +3,8 @@
 import json
 import shutil
 
-import eval as front
+from fabricated import evaluate
+
 from evaluation.answers import answer_prompts
 
 
@@ -14,15 +15,15 @@ def test_answers_of_runs_and_their_base(files, online, folders, tmp_path, capfd,
     words = ["answers", str(run.out), "--max-new-tokens", "5"]
     words += ["--prompt", "red\x1b[2J", "--prompts", str(prompts)]
     capfd.readouterr()
-    front.main(words)
+    evaluate(*words)
     text = capfd.readouterr().out
     titles = [line for line in text.splitlines() if line.startswith(("=== ", "--- "))]
     columns = [f"--- base {folders['llama']}", "--- run"]
     assert titles == ["=== red\ufffd[2J", *columns, "=== green", *columns]
-    front.main([*words, "--out", str(out)])
+    evaluate(*words, "--out", out)
     assert out.read_text().startswith("=== red")
     assert out.read_text() in text
-    assert "give --prompt TEXT or --prompts FILE" in refused(lambda: front.main(words[:2]))
+    assert "give --prompt TEXT or --prompts FILE" in refused(evaluate, *words[:2])
 
 
 def test_every_base_and_every_run_has_its_own_column(files, train, folders, tmp_path):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_tokenizer
+from conftest import ROOT, make_tokenizer, read_json
+from fabricated import evaluate
 from transformers import AutoModelForCausalLM
 
-import eval as front
 from evaluation import judge, winrate
 from evaluation.losses import load_trained
 from utils import UserError
@@ -19,7 +19,7 @@ PUBLISHED = ROOT.parent / "shared" / "data" / "alpaca_eval"
 
 
 def run_winrate(*words):
-    front.main(["winrate", *map(str, words)])
+    evaluate("winrate", *words)
 
 
 def judge_files(outputs, reference, out, *flags):
@@ -118,12 +118,10 @@ def test_damaged_files_are_one_line(tmp_path, refused, content):
     (tmp_path / "bad.json").write_bytes(content)
     bad = tmp_path / "bad.json"
     for files in ((bad, good), (good, bad)):
-        line = refused(lambda f=files: judge_files(*f, tmp_path / "out.json"))
+        line = refused(judge_files, *files, tmp_path / "out.json")
         assert "bad.json" in line
-    assert "bad.json" in refused(lambda: run_winrate("rate", bad))
-    assert "nowhere: No such file" in refused(
-        lambda: run_winrate("rate", tmp_path / "nowhere")
-    )
+    assert "bad.json" in refused(run_winrate, "rate", bad)
+    assert "nowhere: No such file" in refused(run_winrate, "rate", tmp_path / "nowhere")
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ def generated(tmp_path, model, *flags):
         7,
         *flags,
     )
-    return json.loads((tmp_path / "o.json").read_text())
+    return read_json(tmp_path / "o.json")
 
 
 def test_eq_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders):
@@ -187,7 +185,7 @@ def test_a_prompt_without_room_for_its_answer_is_refused(
 ):
     """Longer than the context of 128 tokens, or with no room left behind it; never left empty."""
     write(tmp_path / "p.json", [{"prompt": "blue"}, {"prompt": " ".join(["red"] * words)}])
-    line = refused(lambda: generated(tmp_path, folders["llama"], "--max-new-tokens", room))
+    line = refused(generated, tmp_path, folders["llama"], "--max-new-tokens", room)
     assert f"--max-new-tokens {room}" in line
     assert "context of 128" in line
 
@@ -271,7 +269,7 @@ def judged(tmp_path, capfd):
         text = capfd.readouterr().out
         if not out.exists():
             return None, text
-        rows = json.loads(out.read_text())
+        rows = read_json(out)
         for row in rows:
             names = row["generator_1"], row["generator_2"], row["annotator"]
             assert names == ("base", "run", "j")
@@ -340,7 +338,7 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
     preferences, text = judged(PAIRS, "--estimate")
     assert preferences is None
     assert "both orders: 8 verdicts to ask" in text
-    assert "pip install openai" in refused(lambda: judged(PAIRS))
+    assert "pip install openai" in refused(judged, PAIRS)
     rows = [{"instruction": "a", "output": "x"}]
     outputs = write(tmp_path / "a.json", rows)
     reference = write(tmp_path / "b.json", [{"instruction": "b", "output": "x"}])
@@ -350,7 +348,7 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
         ((outputs, a_list, tmp_path / "c.json"), "l.json row 1: must be an object with"),
         ((outputs, outputs, outputs), "would overwrite"),
     ):
-        assert words in refused(lambda f=files: judge_files(*f))
+        assert words in refused(judge_files, *files)
 
 
 def test_prompts_without_text_have_no_answer(folders):
@@ -383,7 +381,7 @@ def test_the_package_asks_an_endpoint(monkeypatch, refused):
 
     pytest.importorskip("openai", reason="the package openai is not installed")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert "OPENAI_API_KEY" in refused(lambda: judge.connect("j", "http://127.0.0.1:9/v1"))
+    assert "OPENAI_API_KEY" in refused(judge.connect, "j", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     seen = []
 

@@ -1,7 +1,9 @@
 """Zero-shot questions, win rate and examples: the commands, and the toy's own judge."""
 
-import json
 import shlex
+
+from conftest import read_json
+from planned import listed
 
 import eval as evaluation
 from evaluation import winrate
@@ -9,25 +11,12 @@ from paper import answers
 from paper.__main__ import main
 from toy import corpus
 
-SMALL = [
-    "--scale",
-    "small",
-    "--name",
-    "my runs",
-    "--list",
-    "--seeds",
-    "1",
-    "--only",
-    "BDS",
-]
+SMALL = shlex.split("--scale small --name 'my runs' --only BDS")
 
 
 def commands(capsys, *words):
     """The commands of eval.py that a target prints."""
-    capsys.readouterr()
-    main([words[0], *SMALL, *words[1:]])
-    lines = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
-    return [line[1:] for line in lines if line[0] == "eval.py"]
+    return [line[1:] for line in listed(capsys, *words, *SMALL) if line[0] == "eval.py"]
 
 
 def test_the_commands_parse(here, capsys):
@@ -37,14 +26,8 @@ def test_the_commands_parse(here, capsys):
     assert evaluation.parse_args(ours).local == "my questions"
     (shown,) = commands(capsys, "examples", "--prompts", "my prompts.json")
     assert evaluation.parse_args(shown).prompts == "my prompts.json"
-    base, ours, judge = commands(
-        capsys,
-        "winrate",
-        "--prompts",
-        "p.json",
-        "--judge",
-        "--url u --judge 'my judge'",
-    )
+    words = shlex.split("winrate --prompts p.json --judge")
+    base, ours, judge = commands(capsys, *words, "--url u --judge 'my judge'")
     assert "--base" in base and "--base" not in ours
     assert evaluation.parse_args(ours).prompts == "p.json"
     verdicts = evaluation.parse_args(judge)
@@ -59,19 +42,15 @@ def test_on_the_toy_the_judge_is_the_truth(here, monkeypatch):
     for name, right in (("seed-0", [True, False, True]), ("base", [False, True, True])):
         outputs = []
         for row, good in zip(rows, right, strict=True):
-            outputs.append(
-                {
-                    "instruction": row["prompt"],
-                    "output": row["answer"] if good else "no",
-                }
-            )
+            answer = row["answer"] if good else "no"
+            outputs.append({"instruction": row["prompt"], "output": answer})
         winrate.write_list(folder / f"answers-{name}.json", outputs)
     monkeypatch.setattr(
         answers, "run_methods", lambda *_: {"BDS": [folder / "seed-0/result.json"]}
     )
     monkeypatch.setattr(answers, "run_each", lambda *_: None)
     main(["winrate", "--seeds", "1"])
-    cells = json.loads((here / "results/toy_winrate.json").read_text())["rows"]["BDS"]
+    cells = read_json("results/toy_winrate.json")["rows"]["BDS"]
     assert {key: cell["mean"] for key, cell in cells.items()} == {
         "win_rate": 50,
         "n_draws": 1,

@@ -23,5 +23,5 @@ from paper.__main__ import main
     ],
 )
 def test_what_would_be_something_else_is_refused(words, what, here, refused):
-    assert what in refused(lambda: main(shlex.split(words)))
+    assert what in refused(main, shlex.split(words))
     assert not (here / "runs").exists()

@@ -1,11 +1,10 @@
 """Selectors, the curated set and controls."""
 
-import json
-import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import write_rows
+from conftest import read_json, write_rows
+from planned import listed
 
 import train_offline
 from paper import experiments
@@ -14,13 +13,6 @@ from toy import corpus
 
 DATA = "--model m --lower 'my rows.jsonl' --lower-limit=20 --lower-columns prompt=a "
 DATA += "--upper up.jsonl"
-
-
-def listed(capsys, *words):
-    """The words of the commands that --list prints, without `python`."""
-    capsys.readouterr()
-    main([*words, "--list", "--seeds", "1"])
-    return [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
 
 
 # --- selectors ------------------------------------------------------------------------------------
@@ -51,7 +43,7 @@ def test_every_ranking_gets_its_auroc_by_kind(here, monkeypatch):
 
     monkeypatch.setattr(experiments, "execute", finished)
     main(["selectors", "--seeds", "1", "--only", "BDS; BDS corrected; CoLoR; loss"])
-    stored = json.loads((here / "results/toy_selectors.json").read_text())["rows"]
+    stored = read_json("results/toy_selectors.json")["rows"]
     aurocs = {name: cells["auroc"]["mean"] for name, cells in stored.items()}
     assert aurocs == {
         "omega": 0.5,
@@ -123,12 +115,12 @@ def test_selectors_and_the_curated_set_on_the_toy(here):
     """One epoch of one seed: tables are there, rows that should be bad are, budgets are equal."""
     common = ["--seeds", "1", "--train", "--epochs 1"]
     main(["selectors", *common])
-    stored = json.loads((here / "results/toy_selectors.json").read_text())["rows"]
+    stored = read_json("results/toy_selectors.json")["rows"]
     assert stored["loss"]["auroc/plain"]["mean"] > 0.95
     assert stored["omega"]["auroc"]["mean"] > 0.7
     assert abs(stored["random"]["auroc"]["mean"] - 0.5) < 0.05
     main(["curated", *common])
-    stored = json.loads((here / "results/toy_curated.json").read_text())["rows"]
+    stored = read_json("results/toy_curated.json")["rows"]
     assert stored["raw set"]["bad_share"]["mean"] == pytest.approx(0.4)
     assert (
         stored["top k by BDS"]["bad_share"]["mean"]

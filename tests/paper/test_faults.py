@@ -59,18 +59,8 @@ def test_the_spoilt_rows_take_the_place_of_the_good_ones(here, folders):
     write_rows("good.jsonl", long_rows(40))
     write_rows("trusted.jsonl", make_rows(20, 2))
     data = f"--model {folders['llama']} --lower good.jsonl --lower-limit 30 --upper trusted.jsonl"
-    words = [
-        "selectors",
-        "--scale",
-        "small",
-        "--name",
-        "own",
-        "--faults",
-        "0.2",
-        "--data",
-        data,
-    ]
-    args = parse_args(words)
+    words = ["selectors", "--scale", "small", "--name", "own", "--faults", "0.2", "--data"]
+    args = parse_args([*words, data])
     file = "runs/own/rows/faults-0.2.jsonl"
     kept = f"--model {folders['llama']} --upper trusted.jsonl --lower {file}"
     assert faults.write_faulty(args, args.data) == kept.split()

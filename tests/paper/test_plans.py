@@ -1,14 +1,13 @@
 """Commands that parse, on every scale; which of several flags wins; rows that the toy is given."""
 
 import importlib
-import shlex
 from pathlib import Path
 
 import pytest
+from planned import listed
 
 import train_offline
 import train_online
-from paper.__main__ import main
 from toy import corpus
 
 TARGETS = [
@@ -24,37 +23,25 @@ TARGETS = [
 ]
 
 
-def parse_command(line):
-    """(script or module, its parsed arguments) of a line that --list prints."""
-    python, *words = shlex.split(line.replace("TOKENS", "1000"))
-    assert python == "python"
+def parse_command(words):
+    """(script or module, its parsed arguments) of a command that --list prints."""
+    words = [word.replace("TOKENS", "1000") for word in words]
     if words[0] == "-m":
-        return words[1], importlib.import_module(f"{words[1]}.__main__").parse_args(
-            words[2:]
-        )
+        module = importlib.import_module(f"{words[1]}.__main__")
+        return words[1], module.parse_args(words[2:])
     name = words[0].removesuffix(".py")
     return name, importlib.import_module(name).parse_args(words[1:])
-
-
-def listed(capsys, *words):
-    """The commands that `python -m paper WORDS --list` prints."""
-    capsys.readouterr()
-    main([*words, "--list", "--seeds", "1"])
-    return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(("target", "scale"), TARGETS)
 def test_every_planned_command_parses(target, scale, here, capsys):
     """Also those of the paper's scale, which no test can run."""
-    lines = [
-        line
-        for line in listed(capsys, target, "--scale", scale)
-        if not line.startswith("python eval.py")
-    ]
-    assert len(lines) == len(set(lines)) > 2
+    lines = listed(capsys, target, "--scale", scale)
+    lines = [line for line in lines if line[0] != "eval.py"]
+    assert len(lines) == len(set(map(tuple, lines))) > 2
     outs, written = [], set()
     for line in lines:
-        flags = [word for word in shlex.split(line) if word.startswith("--")]
+        flags = [word for word in line if word.startswith("--")]
         assert len(flags) == len(set(flags)), line  # Else a script refuses it.
         name, args = parse_command(line)
         assert args.seed == 0
@@ -69,40 +56,29 @@ def test_every_planned_command_parses(target, scale, here, capsys):
 
 
 def test_the_row_tests_read_the_two_sets_alone(here, capsys):
-    lines = listed(capsys, "selectors", "--only", "tests; joined")
-    (_, tests), (_, joined) = [(line, shlex.split(line)[2:]) for line in lines[1:]]
+    _, tests, joined = listed(capsys, "selectors", "--only", "tests; joined")
     rows = "runs/toy/rows/default/seed-0"
     model = str(corpus.MODEL)
     common = ["--lower", f"{rows}/lower.jsonl", "--upper", f"{rows}/upper.jsonl"]
     common += ["--model", model, "--max-length", "128", "--seed", "0", "--out"]
-    assert tests == ["row_tests", *common, "runs/toy/tests/seed-0.kept.jsonl"]
-    assert joined == [
-        "row_tests",
-        "--joined",
-        *common,
-        "runs/toy/joined/seed-0.kept.jsonl",
-    ]
-    _, args = parse_command(lines[1])
+    assert tests == ["-m", "row_tests", *common, "runs/toy/tests/seed-0.kept.jsonl"]
+    common.insert(0, "--joined")
+    assert joined == ["-m", "row_tests", *common, "runs/toy/joined/seed-0.kept.jsonl"]
+    _, args = parse_command(tests)
     assert args.lower == [f"{rows}/lower.jsonl"]
 
 
 def test_a_methods_own_flags_win_over_the_scales(here, capsys):
-    words = [
-        "table1",
-        "--only",
-        "online R=10% G=5",
-        "--online",
-        "--num-answers 3 --k-gen 7",
-    ]
-    line = listed(capsys, *words)[-1]
-    args = train_online.parse_args(shlex.split(line)[2:])
+    words = ["table1", "--only", "online R=10% G=5"]
+    line = listed(capsys, *words, "--online", "--num-answers 3 --k-gen 7")[-1]
+    args = train_online.parse_args(line[1:])
     assert (args.num_answers, args.k_gen, args.ratio_masked) == (5, 7, 0.1)
 
 
 def test_a_dynamic_mask_is_drawn_where_an_epoch_of_the_toy_ends(here, capsys):
     """2,400 rows, 32 a step: 75 steps an epoch."""
     line = listed(capsys, "table1", "--only", "online dynamic")[-1]
-    args = train_online.parse_args(shlex.split(line)[2:])
+    args = train_online.parse_args(line[1:])
     assert (args.mask, args.first_refresh, args.k_gen) == ("dynamic", 75, 75)
 
 
@@ -110,7 +86,8 @@ def test_a_dynamic_mask_is_drawn_where_an_epoch_of_the_toy_ends(here, capsys):
 def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
     write, less, bds, mixing, kept = listed(capsys, target, "--only", "BDS; LESS")
     pairs = target == "table3-dpo"
-    assert write.endswith("--noise 0.2 --contrary 1" + " --upper pairs" * pairs)
+    flags = "--noise 0.2 --contrary 1" + " --upper pairs" * pairs
+    assert " ".join(write).endswith(flags)
     for line in (bds, mixing, less, kept):
         _, args = parse_command(line)
         (lower,) = args.lower
@@ -130,6 +107,6 @@ def test_the_safety_tables_have_rows_of_their_own(target, here, capsys):
 
 def test_published_settings_of_the_paper_scale(here, capsys):
     (line,) = listed(capsys, "table1", "--scale", "paper", "--only", "BDS")
-    args = train_offline.parse_args(shlex.split(line)[2:])
+    args = train_offline.parse_args(line[1:])
     assert (args.lr, args.omega_lr, args.omega_optimizer) == (5e-6, 1e-4, "adam")
     assert (args.batch, args.epochs, args.lower_limit) == (32, 3, 56000)

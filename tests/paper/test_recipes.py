@@ -109,7 +109,7 @@ def test_the_command_writes_what_the_presets_read(
         [*preset["lower"], "other/x.jsonl", missing, f"{recipes.FOLDER}/my.jsonl"]
     )
     assert asked == ["rm-hh-rlhf"]
-    assert "orca: no such recipe; there are" in refused(lambda: recipes.main(["orca"]))
+    assert "orca: no such recipe; there are" in refused(recipes.main, ["orca"])
 
 
 def test_of_bad_sources_nothing_is_written(copies, tmp_path):

@@ -90,7 +90,7 @@ def test_files_stand_side_by_side(stored):
     ],
 )
 def test_what_cannot_be_rendered_is_named(text, what, stored, refused):
-    line = refused(lambda: rendering.filled(text, "docs/x.md"))
+    line = refused(rendering.filled, text, "docs/x.md")
     assert "docs/x.md: " in line and what in line
 
 

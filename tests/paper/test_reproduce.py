@@ -1,10 +1,9 @@
 """The tables: one row of each on a tiny budget; the figure; the demo."""
 
-import json
 import shlex
 
 import pytest
-from conftest import flags, read_rows, write_files, write_pairs, write_rows
+from conftest import flags, read_json, read_rows, write_files, write_pairs, write_rows
 
 from paper import reproduce
 from paper.__main__ import main
@@ -27,21 +26,13 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd):
 
     Mixing is not asked for: it is run for the budget alone.
     """
-    words = [
-        "table1",
-        "--scale",
-        "small",
-        "--data",
-        tiny(here, folders),
-        "--seeds",
-        "1",
-    ]
-    main([*words, "--only", "random; BDS", "--train", TINY])
+    words = ["table1", "--scale", "small", "--seeds", "1", "--only", "random; BDS"]
+    main([*words, "--data", tiny(here, folders), "--train", TINY])
     text = capfd.readouterr().out
-    stored = json.loads((here / "results/small_table1.json").read_text())["rows"]
+    stored = read_json("results/small_table1.json")["rows"]
     assert set(stored) == {"base model", "random", "BDS"}
     for method, folder in (("BDS", "bds"), ("random", "random")):
-        run = json.loads((here / f"runs/small/{folder}/seed-0/result.json").read_text())
+        run = read_json(f"runs/small/{folder}/seed-0/result.json")
         (value,) = stored[method]["upper_heldout"]["seeds"]
         assert value == pytest.approx(run["upper_heldout"], abs=1e-7)
         assert f"{value:.3f}" in text
@@ -49,10 +40,8 @@ def test_one_row_of_each_kind_of_table1(here, folders, capfd):
     assert base == pytest.approx(run["base/upper_heldout"], abs=1e-7)
     assert "one seed" in text
 
-    mixing = json.loads((here / "runs/small/mixing-rho-1/seed-0/result.json").read_text())
-    read = [
-        row["tokens"] for row in read_rows(here / "runs/small/random/seed-0/metrics.jsonl")
-    ]
+    mixing = read_json("runs/small/mixing-rho-1/seed-0/result.json")
+    read = [row["tokens"] for row in read_rows("runs/small/random/seed-0/metrics.jsonl")]
     assert sum(read[:-1]) < mixing["lower_tokens"] <= sum(read)
 
 
@@ -62,10 +51,10 @@ def test_one_row_of_the_safety_table_by_pairs(here, folders):
     words += ["--train", TINY + " --upper-loss dpo"]
     words += ["--online", "--first-refresh 1 --k-gen 2 --max-new-tokens 4"]
     main(words)
-    stored = json.loads((here / "results/small_table3_dpo.json").read_text())
+    stored = read_json("results/small_table3_dpo.json")
     cells = stored["rows"]["online dynamic"]
     folder = here / "runs/small/table3-dpo/online-dynamic/seed-0"
-    saved = json.loads((folder / "result.json").read_text())
+    saved = read_json(folder / "result.json")
     assert cells["upper_heldout"]["mean"] == pytest.approx(saved["upper_heldout"], abs=1e-7)
     assert "upper_accuracy" in cells
 
@@ -86,7 +75,7 @@ def test_the_figure_compares_the_first_epoch_with_the_last(here, monkeypatch, ca
     monkeypatch.setattr(reproduce, "Run", lambda folder: folder)
     monkeypatch.setattr(reproduce, "ranking_over_epochs", over_epochs)
     main(["ranking", "--only", "online R=10% G=1"])
-    stored = json.loads((here / "results/toy_ranking.json").read_text())
+    stored = read_json("results/toy_ranking.json")
     assert list(stored["columns"]) == [f"epoch {n}" for n in range(1, 13)]
     assert "*+11.0 ± 0.0*" in capsys.readouterr().out
     assert (here / "results/toy_ranking.png").stat().st_size > 5000

@@ -1,8 +1,9 @@
 """Stored results: cells, claims, and what they were made by."""
 
-import json
 import shlex
 from types import SimpleNamespace
+
+from conftest import read_json
 
 from paper import results
 
@@ -20,7 +21,7 @@ def test_a_table_is_printed_and_stored_with_its_claims(here, capsys):
         and "BDS beats LESS" in printed
         and "exact" not in printed
     )
-    entries = json.loads((here / "results/mine_table1.json").read_text())
+    entries = read_json("results/mine_table1.json")
     assert entries["columns"] == {"upper_heldout": "held-out loss"}
     assert entries["rows"]["LESS"]["upper_heldout"]["seeds"] == [2.0, 2.5]
     assert entries["command"] == "python -m paper table1"

@@ -102,7 +102,7 @@ def test_rows_of_two_sources_are_told_apart_by_their_hashes(
 def test_an_interrupted_judge_goes_on(words, capfd, monkeypatch, refused):
     verdicts = words[words.index("--out") + 1]
     answer(monkeypatch, ["y"] * 5)
-    assert "no verdict for row 6 of 16" in refused(lambda: main(words))
+    assert "no verdict for row 6 of 16" in refused(main, words)
     assert [row["verdict"] for row in read_rows(verdicts)] == ["y"] * 5
     answer(monkeypatch, ["n"] * 11)
     main(words)
@@ -128,15 +128,15 @@ def test_kept_stands_in_for_a_reason(tmp_path):
 def test_bad_input(words, refused, tmp_path, monkeypatch):
     answer(monkeypatch, ["y"])
     moved = write_rows(tmp_path / "moved.jsonl", read_rows(words[3])[1:])
-    refusal = refused(lambda: main([*words, "--lower", moved]))
+    refusal = refused(main, [*words, "--lower", moved])
     assert "is not among the lower rows with this text" in refusal
     odd = write_rows(
         tmp_path / "odd.jsonl", [{"row_id": 1, "hash": "x", "verdict": "maybe"}]
     )
-    assert "a verdict y, n or s" in refused(lambda: main([*words, "--out", odd]))
-    assert "would overwrite" in refused(lambda: main([*words, "--out", words[1]]))
+    assert "a verdict y, n or s" in refused(main, [*words, "--out", odd])
+    assert "would overwrite" in refused(main, [*words, "--out", words[1]])
     clean = write_rows(
         tmp_path / "clean.jsonl",
         [{"row_id": 0, "hash": "h", "rank": 1, "reason": None}],
     )
-    assert "all or none are flagged" in refused(lambda: main(["audit", clean, *words[2:]]))
+    assert "all or none are flagged" in refused(main, ["audit", clean, *words[2:]])

@@ -1,20 +1,12 @@
 """runtime/folder.py: one process at a time, whole checkpoints, damage, what is made again."""
 
-import json
 import os
 import shutil
 import subprocess
 
 import pytest
 import torch
-from conftest import (
-    copy_tree,
-    flags,
-    listing,
-    started,
-    write_files,
-    write_pairs,
-)
+from conftest import copy_tree, flags, listing, read_json, started, write_files, write_pairs
 
 import utils
 from runtime import folder
@@ -64,7 +56,7 @@ def test_locks_do_not_pile_up(tmp_path):
     for number in range(20):
         folder.open_run(tmp_path / str(number), CONFIG, resume=False)
     assert len(os.listdir("/proc/self/fd")) <= count
-    assert json.loads((tmp_path / "0" / "config.json").read_text()) == CONFIG
+    assert read_json(tmp_path / "0" / "config.json") == CONFIG
 
 
 def test_a_resume_clears_what_was_half_written(tmp_path):
@@ -100,7 +92,7 @@ def test_a_run_goes_on_with_its_own_settings_alone(tmp_path, capfd):
     with pytest.raises(UserError, match=r"cannot resume: args lr was 1 and is now 2"):
         folder.open_run(out, other, resume=True)
     folder.open_run(out, other, resume=True, free_to_change=("lr",))
-    assert json.loads((out / "config.json").read_text())["args"] == {"lr": 2}
+    assert read_json(out / "config.json")["args"] == {"lr": 2}
     for content in ("", "{", "[1]", "3", '"text"', '{"args": 1}'):
         (out / "config.json").write_text(content)
         with pytest.raises(UserError, match=r"config.json: "):
@@ -299,7 +291,7 @@ def test_a_folder_with_a_run_is_refused_before_the_model_is_loaded(
 
     run, options = whole
     monkeypatch.delattr("models.load_config")
-    line = refused(lambda: train_offline.main(flags(**options, out=run)))
+    line = refused(train_offline.main, flags(**options, out=run))
     assert "already holds a run" in line
 
 
@@ -339,7 +331,7 @@ def test_of_a_run_that_began_with_an_adapter_they_are_refused(
     run = train(paths, **options)
     file = run.out / "base.json"
     file.unlink()
-    line = refused(lambda: train(paths, **options, resume=True))
+    line = refused(train, paths, **options, resume=True)
     assert "is missing, and the adapter that the run began with has been trained" in line
     shutil.rmtree(run.out / "checkpoints")  # before the first step nothing has been trained
     assert train(paths, **options, resume=True).result == run.result

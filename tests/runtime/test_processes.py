@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, flags, python, read_rows, write_files, write_pairs
+from conftest import ROOT, flags, python, read_json, read_rows, write_files, write_pairs
 from safetensors.torch import load_file
 
 import batches
@@ -168,7 +168,7 @@ def assert_same_run(run, whole, tolerance=TOLERANCE):
         assert (run / name).exists() == (whole / name).exists()
         if (whole / name).exists():
             assert_close(read_rows(run / name), read_rows(whole / name), name, tolerance)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (run, whole)]
+    results = [read_json(folder / "result.json") for folder in (run, whole)]
     assert_close(*results, "result.json", tolerance)
 
 
@@ -219,7 +219,7 @@ def test_two_processes_with_fsdp_equal_one_online(pair, tmp_path):
     assert_same_run(
         pair.folder / "sharded", alone(*pair.cases["sharded"], tmp_path / "one")
     )
-    facts = [json.loads((pair.folder / f"facts.{rank}").read_text()) for rank in (0, 1)]
+    facts = [read_json(pair.folder / f"facts.{rank}") for rank in (0, 1)]
     assert facts[0]["here"] + facts[1]["here"] == facts[0]["all"] > 10_000
     assert abs(facts[0]["here"] / facts[0]["all"] - 0.5) < 0.01
 
@@ -332,9 +332,9 @@ def test_another_file_on_another_machine_is_refused(options, tmp_path):
 
 def test_processes_without_torchrun_are_refused(train, files, refused, monkeypatch):
     """Schedulers set WORLD_SIZE as well. FSDP needs several."""
-    assert "--fsdp" in refused(lambda: train(files(), fsdp=True))
+    assert "--fsdp" in refused(train, files(), fsdp=True)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert "start several processes with torchrun" in refused(lambda: train(files()))
+    assert "start several processes with torchrun" in refused(train, files())
 
 
 # --- shares, without processes --------------------------------------------------------------------

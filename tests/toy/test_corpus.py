@@ -77,7 +77,7 @@ def test_the_embedded_rows_are_those_of_seed_0(tmp_path):
 def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
     mine = tmp_path / "upper.jsonl"
     mine.write_text('{"prompt": "my only copy", "response": "a"}\n')
-    line = refused(lambda: command.main(["write", "--out", str(tmp_path)]))
+    line = refused(command.main, ["write", "--out", str(tmp_path)])
     assert f"{mine}: holds other rows" in line
     assert list(tmp_path.iterdir()) == [mine]
     assert "my only copy" in mine.read_text()
@@ -85,7 +85,7 @@ def test_rows_of_somebody_else_are_not_replaced(tmp_path, refused):
 
 def test_write_refuses_a_share_that_is_none(tmp_path, refused):
     out = tmp_path / "rows"
-    line = refused(lambda: command.main(["write", "--out", str(out), "--noise", "nan"]))
+    line = refused(command.main, ["write", "--out", str(out), "--noise", "nan"])
     assert "--noise nan: must lie in [0, 1]" in line
     assert not out.exists()
 
@@ -190,4 +190,4 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path, refused):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == model.config.vocab_size
-    refused(lambda: command.main(["train", "--out", str(tmp_path / "a")]))  # not replaced
+    refused(command.main, ["train", "--out", str(tmp_path / "a")])  # not replaced

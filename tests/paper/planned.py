@@ -1,0 +1,17 @@
+"""The commands that a target of `python -m paper` would run."""
+
+import shlex
+
+from paper.__main__ import main
+
+
+def listed(capsys, *words):
+    """The words of the commands that `python -m paper WORDS --list` prints, without `python`."""
+    capsys.readouterr()
+    main([*words, "--list", "--seeds", "1"])
+    commands = []
+    for line in capsys.readouterr().out.splitlines():
+        python, *command = shlex.split(line)
+        assert python == "python"
+        commands.append(command)
+    return commands
