@@ -43,6 +43,11 @@ def tokenise(tokenizer, row, answer="response"):
     return torch.tensor(ids), len(prompt["input_ids"])
 
 
+def tokens_of(row):
+    """The same of a tokenised row with one answer."""
+    return torch.tensor(row["input_ids"]), row["trained"].index(1)
+
+
 def token_logps(model, row):
     """log pi(y_t | x, y_<t) of one row's response in a plain forward."""
     ids, start = row
@@ -122,6 +127,20 @@ def preference_loss(tokenizer, pairs, model):
         return torch.log(1 + torch.exp(-BETA * margins)).mean()
 
     return loss
+
+
+# --- rankings -------------------------------------------------------------------------------------
+
+
+def count_pairs(scores, bad):
+    """P(good above bad) over all pairs of a good and a bad row, ties one half."""
+    wins, pairs = 0.0, 0
+    for good_score, good_is_bad in zip(scores, bad, strict=True):
+        for bad_score, is_bad in zip(scores, bad, strict=True):
+            if is_bad and not good_is_bad:
+                pairs += 1
+                wins += (good_score > bad_score) + 0.5 * (good_score == bad_score)
+    return wins / pairs
 
 
 # --- the run --------------------------------------------------------------------------------------

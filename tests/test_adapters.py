@@ -9,7 +9,7 @@ import functools
 import peft
 import pytest
 import torch
-from by_hand import token_logps as plain_logps
+from by_hand import token_logps, tokens_of
 from conftest import (
     change_json,
     copy_tree,
@@ -147,11 +147,7 @@ def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, mon
     theirs = peft.PeftModel.from_pretrained(
         plain, adapters[name], is_trainable=True
     ).double()
-    expected = []
-    for row in rows:
-        ids = torch.tensor(row["input_ids"])
-        expected.append(plain_logps(theirs, (ids, row["trained"].index(1))))
-    expected = torch.cat(expected)
+    expected = torch.cat([token_logps(theirs, tokens_of(row)) for row in rows])
     assert logps.dtype == torch.float64
     torch.testing.assert_close(logps, expected)
     logps.pow(2).sum().backward()

@@ -8,7 +8,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from by_hand import token_logps
+from by_hand import count_pairs, token_logps
 from conftest import (
     CHATML,
     make_neox,
@@ -317,10 +317,9 @@ def check_result(run):
     for choice in ("original", "refined", "undecided"):
         assert run.result[f"refined/{choice}"] == choices.count(choice)
     judged = [entry for entry in run.weights if not entry["masked"]]
-    bad = [entry["weight"] for entry in judged if entry["bad"]]
-    pairs = [e["weight"] > weight for e in judged for weight in bad if not e["bad"]]
-    figures = final_metrics(Run(run.out))
-    assert figures["weight/auroc"] == pytest.approx(sum(pairs) / len(pairs))
+    weights = [entry["weight"] for entry in judged]
+    share = count_pairs(weights, [entry["bad"] for entry in judged])
+    assert final_metrics(Run(run.out))["weight/auroc"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("correction", [0, 0.6])

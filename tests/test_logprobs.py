@@ -14,6 +14,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from by_hand import token_logps, tokens_of
 from conftest import assert_near, make_llama, make_neox, normal, ran, seeded
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
@@ -318,10 +319,7 @@ def ragged_rows(seed=0, borders=BORDERS):
 
 def alone(plain, row):
     """log pi(y | x) of one row by the model's own logits: sum over its response tokens."""
-    ids = torch.tensor(row["input_ids"])
-    logits = plain(input_ids=ids[None], use_cache=False).logits[0]
-    logps = torch.log_softmax(logits[:-1], dim=-1)[range(len(ids) - 1), ids[1:]]
-    return logps[torch.tensor(row["trained"][1:]).bool()].sum()
+    return token_logps(plain, tokens_of(row)).sum()
 
 
 def each_alone(plain, rows):

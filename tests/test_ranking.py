@@ -3,6 +3,7 @@
 import datasets
 import pytest
 import torch
+from by_hand import token_logps, tokens_of
 from conftest import make_llama, make_rows, read_rows, write_rows
 
 import batches
@@ -194,10 +195,8 @@ def llamas():
 @torch.no_grad()
 def plain_loss(plain, row):
     """The mean of minus the log-probs of a row's trained tokens, by the logits of the row alone."""
-    ids, trained = row["input_ids"], row["trained"]
-    logps = torch.log_softmax(plain(torch.tensor([ids])).logits[0], dim=-1)
-    picked = [logps[t - 1, ids[t]] for t in range(1, len(ids)) if trained[t]]
-    return -sum(picked) / len(picked), len(picked)
+    logps = token_logps(plain, tokens_of(row))
+    return -logps.mean(), len(logps)
 
 
 @pytest.mark.parametrize("tokens", [1, 60, 4096])

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import by_hand
 import pytest
 import torch
-from by_hand import adapter, mean_loss, omega, token_logps
+from by_hand import adapter, mean_loss, omega, token_logps, tokens_of
 from conftest import (
     make_tokenizer,
     read_rows,
@@ -68,7 +68,7 @@ class ByHand(by_hand.Run):
 
     def answers(self, k, place):
         rows, _ = self.states[k]["buffer"][place]
-        return [(torch.tensor(row["input_ids"]), row["trained"].index(1)) for row in rows]
+        return [tokens_of(row) for row in rows]
 
     def refresh(self, model, k):
         """pi_old is the model of this step, at temperature 1."""

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from by_hand import mean_loss, tokens_of
 from conftest import make_llama, read_rows, tensor, write_rows
 from safetensors.torch import load_file
 
@@ -51,13 +52,7 @@ def brute_gradients(folder, theta, rows):
     torch.nn.utils.vector_to_parameters(theta, parameters)
     gradients = []
     for row in rows:
-        ids, trained = (
-            torch.tensor([row["input_ids"]]),
-            torch.tensor(row["trained"]).bool(),
-        )
-        logits = model(input_ids=ids).logits[0, :-1][trained[1:]]
-        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:][trained[1:]])
-        gradient = torch.autograd.grad(loss, parameters)
+        gradient = torch.autograd.grad(mean_loss(model, tokens_of(row)), parameters)
         gradients.append(torch.cat([part.flatten() for part in gradient]))
     return torch.stack(gradients)
 

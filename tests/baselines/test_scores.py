@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from by_hand import mean_loss
 from conftest import WORDS, write_rows
 
 import models
@@ -24,9 +25,7 @@ def tokenised(folder, path, cache):
 @torch.no_grad()
 def brute_loss(model, prompt, answer):
     """The mean loss of an answer behind a prompt, token ids both, by the model's own logits."""
-    ids = torch.tensor([prompt + answer])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-    return torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item()
+    return mean_loss(model, (torch.tensor(prompt + answer), len(prompt))).item()
 
 
 def split(row):

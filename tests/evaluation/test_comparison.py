@@ -4,6 +4,7 @@ import math
 import re
 
 import pytest
+from by_hand import count_pairs
 from conftest import change_json, read_json, read_rows, write_rows
 from fabricated import evaluate, fabricate
 
@@ -179,9 +180,9 @@ def test_which_auroc_is_compared(tmp_path, capfd):
     runs = fabricate(tmp_path / "run"), fabricate(tmp_path / "kept", keep="k")
     first, second = compared(*runs)
     expected = final_metrics(Run(runs[1]))["weight/auroc"]
-    ranks = {bad: [r for r in range(1, 41) if (r % 3 == 0) == bad] for bad in (False, True)}
-    above = [good < bad for good in ranks[False] for bad in ranks[True]]
-    assert expected == pytest.approx(sum(above) / len(above))
+    ranks = range(1, 41)
+    share = count_pairs([-rank for rank in ranks], [rank % 3 == 0 for rank in ranks])
+    assert expected == pytest.approx(share)
     assert first["weight/auroc"]["mean"] == expected
     assert not [key for key in second if "auroc" in key]
     evaluate("compare", *runs)

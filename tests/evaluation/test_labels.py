@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from by_hand import count_pairs
 from conftest import make_rows, read_rows, seeded, write_rows
 from fabricated import fabricate
 
@@ -13,17 +14,6 @@ from evaluation.labels import (
 )
 from evaluation.runs import Run
 from paper.statistics import results_of
-
-
-def count_pairs(scores, bad):
-    """P(good above bad) over all pairs of a good and a bad row, ties one half."""
-    wins, pairs = 0.0, 0
-    for good_score, good_is_bad in zip(scores, bad, strict=True):
-        for bad_score, is_bad in zip(scores, bad, strict=True):
-            if is_bad and not good_is_bad:
-                pairs += 1
-                wins += (good_score > bad_score) + 0.5 * (good_score == bad_score)
-    return wins / pairs
 
 
 @pytest.mark.parametrize("levels", [2, 5, 1000])

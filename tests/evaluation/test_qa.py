@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from by_hand import token_logps
 from conftest import make_tokenizer, read_json, write_rows
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM
@@ -34,16 +35,14 @@ def blank(number):
     }
 
 
+@torch.no_grad()
 def likelihood(model, tokenizer, context, continuation):
     """Sum of log p of the continuation's tokens, one plain forward; spaces belong to its front."""
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     whole = tokenizer(stripped + continuation)["input_ids"]
     start = len(tokenizer(stripped)["input_ids"])
-    with torch.no_grad():
-        logits = model(torch.tensor([whole])).logits[0].float()
-    logps = torch.log_softmax(logits, dim=-1)
-    return sum(logps[t - 1, whole[t]].item() for t in range(start, len(whole)))
+    return token_logps(model, (torch.tensor(whole), start)).sum().item()
 
 
 def asked(task, row):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from by_hand import token_logps
 from conftest import make_llama, make_tokenizer
 from datasets import Dataset
 
@@ -50,9 +51,7 @@ def reader():
 
 def logps_of(reader, ids):
     """log p of ids[1:], one token after the other, by the model's own logits; row alone."""
-    logits = reader.model(torch.tensor([ids[:-1]])).logits[0]
-    every = torch.log_softmax(logits, dim=-1)
-    return every.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return token_logps(reader.model, (torch.tensor(ids), 1))
 
 
 def by_brute_force(reader, row):
