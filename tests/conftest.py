@@ -152,7 +152,7 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"} | changes
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base_folder), config)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -231,6 +231,15 @@ def reasons(report):
 
 def read_rows(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def row_ids(rows, which=None):
+    """The row_ids of rows; which: of those whose column of this name is true."""
+    return [row["row_id"] for row in rows if which is None or row[which]]
+
+
+def by_row_id(rows):
+    return sorted(rows, key=lambda row: row["row_id"])
 
 
 def read_json(path):
@@ -340,15 +349,15 @@ def ranked_by(tmp_path, capfd):
         main([*words, *flags(**options)])
         text = capfd.readouterr().out
         ranked = read_rows(options["out"])
-        rows = sorted(ranked, key=lambda row: row["row_id"])
+        rows = by_row_id(ranked)
         return SimpleNamespace(
-            order=[row["row_id"] for row in ranked],
+            order=row_ids(ranked),
             text=text,
             file=options["out"],
             rows=rows,
             ranked=ranked,
             scores=torch.tensor([row["score"] for row in rows], dtype=torch.float64),
-            result=json.loads(text.splitlines()[-1].removeprefix("RESULT ")),
+            result=result_of(text),
         )
 
     return call
@@ -368,6 +377,17 @@ def rank(ranked_by, folders):
     return call
 
 
+def error_lines(text):
+    """The lines on stderr that the scripts print themselves; torchrun adds some of its own."""
+    lines = text.replace("\r", "\n").splitlines()
+    return [line for line in lines if line.startswith("error: ")]
+
+
+def result_of(text):
+    """What a command's last line says, the RESULT line."""
+    return json.loads(text.splitlines()[-1].removeprefix("RESULT "))
+
+
 @pytest.fixture
 def refused(capfd):
     """refused(call, ...) -> the one line on stderr of call(...), which ends in exit code 2."""
@@ -380,8 +400,7 @@ def refused(capfd):
         assert stop.value.code == 2, stderr
         assert "Traceback" not in stderr
         lines = [line for line in stderr.replace("\r", "\n").splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error: ")]
-        assert errors == lines[-1:], stderr
+        assert error_lines(stderr) == lines[-1:], stderr
         return lines[-1]
 
     return check
@@ -444,6 +463,11 @@ def listing(folder):
     """Every file below a folder, as sorted relative names."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     return sorted(str(path.relative_to(folder)) for path in files)
+
+
+def contents(folder, *names):
+    """{name: bytes} of files below a folder: of all of them, or of those that are named."""
+    return {name: (folder / name).read_bytes() for name in names or listing(folder)}
 
 
 def leftovers(folder):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 
-from conftest import started
+from conftest import error_lines, started
 
 PARENT = """
 import importlib, json, os, signal, sys
@@ -82,8 +82,7 @@ class Forks:
 
     def errors(self):
         """The lines on stderr that the scripts print themselves."""
-        text = self.log.read_text().replace("\r", "\n")
-        return [line for line in text.splitlines() if line.startswith("error: ")]
+        return error_lines(self.log.read_text())
 
     def end(self):
         self.parent.stdin.close()

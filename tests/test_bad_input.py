@@ -15,6 +15,7 @@ import pytest
 from conftest import (
     ROOT,
     change_json,
+    contents,
     copy_tree,
     flags,
     leftovers,
@@ -22,6 +23,7 @@ from conftest import (
     make_tokenizer,
     python,
     read_rows,
+    row_ids,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -55,7 +57,7 @@ def test_bad_rows_stop_nothing(train, bad, files, tmp_path):
     wanted = sorted(f"{reason}: 1" for reason in BAD_LINES.values())
     assert [level for level, _ in said] == ["lower: 6 rows", "upper: 6 rows"]
     assert all(sorted(reasons.split(", ")) == wanted for _, reasons in said)
-    assert sorted(row["row_id"] for row in run.weights) == list(range(6))
+    assert sorted(row_ids(run.weights)) == list(range(6))
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join([*lines[:4], *BAD_LINES]))
     examples = r"line 5: not valid JSON; line 6: .*; line 7: [^;]*"
@@ -249,8 +251,8 @@ def test_full_disk(
     resumed = train(paths, **options, resume=True)
     assert resumed.result == whole.result
     assert listing(resumed.out) == listing(whole.out)
-    for name in ("weights.jsonl", "adapter/adapter_model.safetensors"):
-        assert (resumed.out / name).read_bytes() == (whole.out / name).read_bytes()
+    names = ("weights.jsonl", "adapter/adapter_model.safetensors")
+    assert contents(resumed.out, *names) == contents(whole.out, *names)
 
 
 def test_write_atomic_leaves_the_old_file_when_the_disk_is_full(tmp_path, file_size_limit):

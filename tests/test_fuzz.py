@@ -8,7 +8,7 @@ import json
 import random
 
 import pytest
-from conftest import flags, listing, make_rows, make_tokenizer
+from conftest import flags, leftovers, make_rows, make_tokenizer, row_ids
 
 import train_offline
 import train_online
@@ -140,17 +140,15 @@ def test_damaged_sources(seed, tmp_path, capfd):
             capfd,
         )
         codes.append(code)
-        assert not [name for name in listing(tmp_path) if "incomplete/" in name]
+        assert not leftovers(tmp_path)
         if code == 2:
             assert len(line) < 1000
             assert "\x1b" not in line
             assert str(file) in line
             continue
         rows, report = loaded[0]
-        set_aside = [row["row_id"] for row in report["set_aside"]]
-        assert sorted([*rows["row_id"], *set_aside]) == list(
-            range(report["rows_in_source"])
-        )
+        every = sorted([*rows["row_id"], *row_ids(report["set_aside"])])
+        assert every == list(range(report["rows_in_source"]))
         prompts = [row["prompt"] for row in source]
         if report["rows_in_source"] == len(source):
             same = [prompts[row["row_id"]] == row["prompt"] for row in rows]

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import make_adapter, make_neox
+from conftest import make_adapter, make_neox, seeded
 
 import generate as generate_module
 from generate import _SeededSampler, folded, generate, is_copy, repetition
@@ -118,7 +118,7 @@ def test_the_sampler_is_the_inverse_of_the_cumulative_distribution():
     """Every u in [0, 1) by counting, its ends included; a token of probability zero never comes."""
     scores = torch.tensor([-torch.inf, 0.3, -torch.inf, 1.2, -0.4, -torch.inf])
     cumulative = torch.softmax(scores.double() / 0.8, 0).cumsum(0)
-    draws = torch.rand(200, generator=torch.Generator().manual_seed(0)).tolist()
+    draws = torch.rand(200, generator=seeded(0)).tolist()
     last = 1 - 2**-24
     for u in (0.0, *draws, last):
         expected = int((cumulative <= u).sum())

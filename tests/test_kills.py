@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from conftest import flags, listing, write_files
+from conftest import flags, leftovers, write_files
 from test_resume import fingerprint
 
 COMMON = {"batch": 4, "micro_batch": 2, "lr": 1e-2, "save_every": 3, "epochs": 4}
@@ -55,14 +55,8 @@ def killed_often(forks, script, folder, model, kills, seed):
             more = ["--resume"]
         files = fingerprint(run)
         assert files.keys() == whole.keys(), (seed, instants)
-        assert [name for name in files if files[name] != whole[name]] == [], (
-            seed,
-            instants,
-        )
-        assert not [name for name in listing(run) if "partial" in name], (
-            seed,
-            instants,
-        )
+        assert [n for n in files if files[n] != whole[n]] == [], (seed, instants)
+        assert not leftovers(run), (seed, instants)
     print(
         f"\n{script}: killed at {[round(instant / seconds, 2) for instant in instants]} of "
         f"{seconds:.1f} s, seed {seed}: all equal bit for bit"

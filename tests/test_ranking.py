@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 from by_hand import token_logps, tokens_of
-from conftest import make_llama, make_rows, read_rows, write_rows
+from conftest import make_llama, make_rows, read_rows, row_ids, write_rows
 
 import batches
 import logprobs
@@ -51,7 +51,7 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
     file = tmp_path / "ranking.jsonl"
     ranks, kept = ranking.write_ranking(file, rows, scores, 0.6, columns)
     lines = read_rows(file)
-    assert [line["row_id"] for line in lines] == [1, 3, 2, 0, 4]
+    assert row_ids(lines) == [1, 3, 2, 0, 4]
     assert [line["kept"] for line in lines] == [True] * 3 + [False] * 2
     assert lines[3] == {
         "source": "a.jsonl",

@@ -2,7 +2,7 @@
 
 import shlex
 
-from conftest import ROOT, read_rows
+from conftest import ROOT, read_rows, row_ids
 
 import train_offline
 from row_tests import __main__ as row_tests_command
@@ -32,6 +32,6 @@ def test_the_first_commands_run_as_they_stand(files, folders, here):
     result = train_offline.main(words[2:])
     ranking = read_rows("ranking.jsonl")
     assert len(ranking) == 30
-    kept = {row["row_id"] for row in ranking if row["kept"]}
-    assert {row["row_id"] for row in read_rows("runs/first/weights.jsonl")} == kept
+    kept = set(row_ids(ranking, "kept"))
+    assert set(row_ids(read_rows("runs/first/weights.jsonl"))) == kept
     assert result["rows"] == len(kept)

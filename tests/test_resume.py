@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import listing, read_json, read_rows, write_pairs, write_rows
+from conftest import (
+    contents,
+    listing,
+    read_json,
+    read_rows,
+    row_ids,
+    write_pairs,
+    write_rows,
+)
 
 import curate
 import models
@@ -189,12 +197,12 @@ def test_another_argument_is_refused_by_name(request, files, refused, script):
     main = request.getfixturevalue(script)
     start = functools.partial(main, files(lower=6, upper=6), batch=3, epochs=1)
     run = start().out
-    before = {name: (run / name).read_bytes() for name in listing(run)}
+    before = contents(run)
     for name, value in CHANGES[script].items():
         line = refused(start, resume=True, **{name: value})
         assert name in line
     refused(start)  # without --resume
-    assert before == {name: (run / name).read_bytes() for name in listing(run)}
+    assert before == contents(run)
 
 
 def test_other_rows_or_another_environment_are_refused(train, files, refused):
@@ -234,8 +242,7 @@ def test_a_finished_run_may_be_ranked_again(request, files, script):
     before = fingerprint(first.out)
     again = start(resume=True, keep_fraction=0.3, save_every=1)
     assert again.metrics == first.metrics  # wall-clock times too
-    order = [row["row_id"] for row in first.weights]
-    assert [row["row_id"] for row in again.weights] == order
+    assert row_ids(again.weights) == row_ids(first.weights)
     for rows in (again.weights, again.curated or again.weights):
         assert [row["kept"] for row in rows] == [True] * 3 + [False] * 7
     after = fingerprint(again.out)

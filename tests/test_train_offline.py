@@ -4,7 +4,6 @@ Most tests call the command line's `main` and look at what it printed and wrote;
 computes a run once more, independently.
 """
 
-import json
 import math
 import re
 
@@ -14,12 +13,16 @@ import torch
 from by_hand import omega
 from conftest import (
     ROOT,
+    by_row_id,
     flags,
+    leftovers,
     listing,
     make_llama,
     make_rows,
     read_json,
     read_rows,
+    result_of,
+    row_ids,
     save_model,
     write_pairs,
     write_rows,
@@ -104,7 +107,7 @@ def test_eq_omega_step_by_its_formula(train, files, omega_loss):
     }
     run = train(files(lower=6, upper=6), dtype="float64", **method)
     column = {"next": "final_loss", "current": "base_loss"}[omega_loss]
-    entries = sorted(run.weights, key=lambda entry: entry["row_id"])
+    entries = by_row_id(run.weights)
     losses = torch.tensor([entry[column] for entry in entries], dtype=torch.float64)
     expected = -2 / 9 * (losses - losses.mean()) / 6
     torch.testing.assert_close(omega(run, 1), expected, rtol=1e-6, atol=1e-9)
@@ -127,7 +130,7 @@ def test_eq_frozen_uniform_bds_is_direct_mixing(train, files, rho, dtype):
         assert bds.result[key] == mix.result[key]
     assert [entry["weight"] for entry in bds.weights] == [1.0] * 19
     # Weights that are all equal rank nothing: the final losses do.
-    assert [e["row_id"] for e in bds.weights] == [e["row_id"] for e in mix.weights]
+    assert row_ids(bds.weights) == row_ids(mix.weights)
     assert bds.metrics[0]["loss"] == free.metrics[0]["loss"]
     assert not same_adapter(bds, free)
 
@@ -246,7 +249,7 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
     losses = by_hand.plain_losses(folders["llama"], [source[i] for i in usable])
     losses = dict(zip(usable, losses, strict=True))
     order = sorted(usable, key=losses.get)
-    assert [entry["row_id"] for entry in run.weights] == order
+    assert row_ids(run.weights) == order
     for rank, entry in enumerate(run.weights, 1):
         row = source[entry["row_id"]]
         keys = ["source", "row_id", "hash", "rank", "kept", "weight"]
@@ -267,13 +270,13 @@ def test_keep_trains_on_exactly_the_kept_rows(train, tmp_path, files, refused):
     source[3]["response"] = ""
     paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
     first = train(paths, out="first", batch=8, epochs=1, omega_lr=30, keep_fraction=0.5)
-    kept = sorted(entry["row_id"] for entry in first.weights if entry["kept"])
+    kept = sorted(row_ids(first.weights, "kept"))
     few = write_rows(tmp_path / "few.jsonl", [source[i] for i in kept])
     method = {"batch": 4, "epochs": 2, "lr": 1e-2}
     keep = {"keep": first.out / "weights.jsonl"}
     run = train(paths, out="kept", **keep, **method)
     alone = train(paths | {"lower": few}, out="alone", **method)
-    assert sorted(entry["row_id"] for entry in run.weights) == kept
+    assert sorted(row_ids(run.weights)) == kept
     assert len(kept) == 7
     assert same_adapter(run, alone)
     assert f"--keep {keep['keep']}: 7 of 14 lower rows train" in run.text
@@ -316,7 +319,7 @@ def test_two_sources_of_two_layouts(train, files, tmp_path):
     kept, weights = {}, {}
     for source in map(str, sources):
         rows = [row for row in run.weights if row["source"] == source]
-        assert sorted(row["row_id"] for row in rows) == list(range(10))
+        assert sorted(row_ids(rows)) == list(range(10))
         kept[source] = sum(row["kept"] for row in rows) / 10
         weights[source] = sum(row["weight"] for row in rows) / 10
         line = next(line for line in run.text.splitlines() if line.startswith(source))
@@ -366,10 +369,10 @@ def test_run_folder_and_metrics(train, files):
     wanted += ["weights.jsonl", "weights/base_losses.safetensors", ADAPTER]
     wanted += ["weights/epoch_1.safetensors", "weights/epoch_2.safetensors"]
     assert set(wanted) <= set(left)
-    assert not [name for name in left if "partial" in name]
+    assert not leftovers(run.out)
     assert read_json(run.out / "result.json") == run.result
     assert f"eval.py report '{run.out}'" in run.text  # a command to paste
-    shown = json.loads(run.text.splitlines()[-1].removeprefix("RESULT "))
+    shown = result_of(run.text)
     assert shown.items() <= run.result.items()
     assert len(shown) <= 25
     card = (run.out / "adapter/README.md").read_text()

@@ -15,6 +15,7 @@ from by_hand import adapter, mean_loss, omega, token_logps, tokens_of
 from conftest import (
     make_tokenizer,
     read_rows,
+    row_ids,
     write_pairs,
     write_rows,
 )
@@ -329,7 +330,7 @@ def test_drop_reads_nothing_of_a_masked_row(online, files):
         "ratio_masked": 0.4,
     }
     first = online(paths, out="first", **method)
-    masked = sorted(entry["row_id"] for entry in first.weights if entry["masked"])
+    masked = sorted(row_ids(first.weights, "masked"))
     rows = read_rows(paths["lower"])
     for place in masked:
         rows[place]["response"] = "light river stone"
@@ -397,7 +398,7 @@ def test_a_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, stat
     for step, mask in zip(run.metrics, masks, strict=True):
         rows = batches.epoch_batch(20, 10, 0, step["epoch"], step["step"] % 2)
         assert step["masked_share"] == pytest.approx(mask[rows].double().mean().item())
-    assert sorted(e["row_id"] for e in run.weights if e["masked"]) == places(masks[-1])
+    assert sorted(row_ids(run.weights, "masked")) == places(masks[-1])
     online(paths, out="other", epochs=1, seed=1, **method)
     assert places(states[-1]["mask"]) != places(masks[0]) != list(range(5))
 
@@ -427,12 +428,9 @@ def test_a_ranking_masks_the_rows_that_it_does_not_keep(
     answers = 3 if refine == "generate" else 0
     assert [len(state["buffer"]) for state in states] == [0, 0, answers, answers]
     for entries in (run.weights, run.curated):
-        assert sorted(entry["row_id"] for entry in entries[-3:]) == [3, 6, 8]
-    assert sorted(e["row_id"] for e in run.curated if e["refined"] is not None) == [
-        3,
-        6,
-        8,
-    ]
+        assert sorted(row_ids(entries[-3:])) == [3, 6, 8]
+    refined = [entry for entry in run.curated if entry["refined"] is not None]
+    assert sorted(row_ids(refined)) == [3, 6, 8]
     rows[3]["response"] = "another answer"
     write_rows(paths["lower"], rows)
     refused(online, paths, out="other", **method)

@@ -1,7 +1,7 @@
 """`python -m baselines`: what a ranking holds, the rows it reads, and bad input."""
 
 import pytest
-from conftest import flags, read_rows, write_pairs, write_rows
+from conftest import flags, read_rows, row_ids, write_pairs, write_rows
 
 import models
 import train_offline
@@ -74,12 +74,12 @@ def test_training_keeps_exactly_the_kept_rows(rank, files, train):
     lower[4]["response"] = ""  # dropped: row numbers and positions differ from here on
     write_rows(files["lower"], lower)
     made = rank("random", files, keep_fraction=0.5)
-    kept = {row["row_id"] for row in made.rows if row["kept"]}
+    kept = set(row_ids(made.rows, "kept"))
     assert len(kept) == 10
-    assert 4 not in {row["row_id"] for row in made.rows}
+    assert 4 not in made.order
     assert "19 lower rows" in made.text
     trained = train(files, method="sft", keep=made.file, epochs=1)
-    assert {row["row_id"] for row in trained.weights} == kept
+    assert set(row_ids(trained.weights)) == kept
 
 
 @pytest.mark.parametrize("method", command.METHODS)

@@ -7,7 +7,7 @@ import json
 import re
 
 import torch
-from conftest import change_json, read_json, write_rows
+from conftest import change_json, read_json, seeded, write_rows
 from safetensors.torch import save_file
 
 import eval as front
@@ -47,7 +47,7 @@ def fabricate(folder, rows=40, epochs=2, finished=True, losses=(0.5, 0.3), **arg
     config["data"] = {"lower": "a", "upper_heldout": "b"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "weights").mkdir()
-    generator = torch.Generator().manual_seed(args["seed"])
+    generator = seeded(args["seed"])
     omega, lines = torch.zeros(rows), []
     for step in range(3 * epochs):
         epoch = step // 3

@@ -6,7 +6,15 @@ import math
 import datasets
 import pytest
 import torch
-from conftest import listing, make_rows, make_tokenizer, read_rows, write_rows
+from conftest import (
+    by_row_id,
+    listing,
+    make_rows,
+    make_tokenizer,
+    read_rows,
+    row_ids,
+    write_rows,
+)
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -283,7 +291,7 @@ def test_an_offline_run_and_what_keep_makes_of_it(train, files, export):
     evaluate("keep", run.out, "--keep-fraction", "0.25", "--by", "final_loss")
     kept = read_rows(run.out / "kept.jsonl")
     for source, ranking in ((run.out, run.weights), (run.out / "kept.jsonl", kept)):
-        chosen = sorted((r for r in ranking if r["kept"]), key=lambda row: row["row_id"])
+        chosen = by_row_id(row for row in ranking if row["kept"])
         mean = sum(row["weight"] for row in chosen) / len(chosen)
         written = [row["weight"] for row in read_rows(export(source)[0])]
         assert written == pytest.approx([row["weight"] / mean for row in chosen])
@@ -300,7 +308,7 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     flags = ["--lower", paths["lower"], "--lower-columns", columns]
     written = read_rows(export(ranked.file, *flags)[0])
     assert [row["weight"] for row in written] == [1.0] * 4
-    kept = sorted(row["row_id"] for row in ranked.ranked if row["kept"])
+    kept = sorted(row_ids(ranked.ranked, "kept"))
     assert [row["prompt"][0]["content"] for row in written] == [rows[n]["q"] for n in kept]
     assert "with --lower-columns" in refused(export, ranked.file, *flags[:2])
     for line in ranked.ranked:
@@ -324,7 +332,7 @@ def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
         lr=1e-2,
         max_new_tokens=12,
     )
-    entries = sorted(run.curated, key=lambda entry: entry["row_id"])
+    entries = by_row_id(run.curated)
     rewritten = [entry for entry in entries if entry["recommended"] == "refined"]
     assert {entry["kept"] for entry in rewritten} == {True, False}
     answers = {entry["row_id"]: entry["refined"] for entry in rewritten}
@@ -393,7 +401,7 @@ def test_trl_sees_the_turns_that_were_trained_on(
         processing_class=tokenizer,
         args=config,
     )
-    entries = sorted(run.curated, key=lambda entry: entry["row_id"])
+    entries = by_row_id(run.curated)
     for row, entry in zip(trainer.train_dataset, entries, strict=True):
         text = tokenizer.apply_chat_template(layouts.conversation(entry), tokenize=False)
         assert tokenizer.decode(row["input_ids"]).strip().startswith(text.strip())

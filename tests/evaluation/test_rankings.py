@@ -1,7 +1,7 @@
 """Another threshold, and the ends of the ranking over the epochs."""
 
 import torch
-from conftest import read_rows, write_rows
+from conftest import read_rows, row_ids, write_rows
 from fabricated import evaluate, fabricate
 from safetensors.torch import save_file
 
@@ -45,13 +45,13 @@ def test_keep_by_any_column(tmp_path, capfd, refused):
         ),
     ):
         keep(run, 0.4, "--by", column)
-        assert [row["row_id"] for row in read_rows(run / "kept.jsonl")] == order
+        assert row_ids(read_rows(run / "kept.jsonl")) == order
         assert f"kept 16 of 40 rows {words}" in capfd.readouterr().out
     for row in rows:
         row["echo"] = row["row_id"] if row["row_id"] < 3 else None
     write_rows(run / "weights.jsonl", rows)
     keep(run, 0.4, "--by", "echo")
-    assert [row["row_id"] for row in read_rows(run / "kept.jsonl")][-3:] == [0, 1, 2]
+    assert row_ids(read_rows(run / "kept.jsonl"))[-3:] == [0, 1, 2]
     assert "37 rows without one first" in capfd.readouterr().out
     assert "which is no number" in refused(keep, run, 0.4, "--by", "hash")
     line = refused(keep, run, 0.4, "--by", "nothing")
@@ -74,7 +74,7 @@ def test_keep_never_keeps_a_row_that_looks_bad(tmp_path, capfd):
     for fraction, count in ((0.9, 6), (0.5, 5)):
         keep(path, fraction)
         kept = read_rows(tmp_path / "ranking.kept.jsonl")
-        assert [row["row_id"] for row in kept] == [1, 2, 4, 6, 7, 8, 0, 3, 5, 9]
+        assert row_ids(kept) == [1, 2, 4, 6, 7, 8, 0, 3, 5, 9]
         assert [row["rank"] for row in kept] == list(range(1, 11))
         assert [row["kept"] for row in kept] == [n < count for n in range(10)]
         assert "4 rows look bad and are not kept" in capfd.readouterr().out

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import change_json, read_rows, write_rows
+from conftest import change_json, read_rows, row_ids, write_rows
 from fabricated import HOSTILE, add_texts, column, evaluate, fabricate, make_page
 
 from evaluation import report
@@ -212,7 +212,7 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     file = write_rows(tmp_path / "a b.jsonl", [*ranking, {**ranking[0], "row_id": 99}])
     text, page, words = make_page(tmp_path, run, row_tests=file)
     assert "10 of 20 rows look bad." in words
-    kept = {row["row_id"] for row in read_rows(run / "weights.jsonl") if row["kept"]}
+    kept = set(row_ids(read_rows(run / "weights.jsonl"), "kept"))
     for reason, rows in (
         ("cut short", range(7)),
         ("of another question", range(7, 10)),

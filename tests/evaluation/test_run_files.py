@@ -4,12 +4,12 @@ import os
 
 import pytest
 import torch
-from conftest import listing, read_rows, write_rows
+from conftest import contents, read_rows, write_rows
 from fabricated import add_texts, evaluate, fabricate
 from safetensors.torch import save_file
 
 from evaluation.runs import Run, read_result
-from utils import UserError, content_hash
+from utils import UserError
 
 COMMANDS = {
     "compare": [],
@@ -49,9 +49,6 @@ def run_folder(here):
     folder = fabricate(here / "run", rows=12, method="online")
     write_rows(here / "lower.jsonl", [{"prompt": "x", "response": "x"}] * 12)
     entries = read_rows(folder / "weights.jsonl")
-    for entry in entries:
-        entry["hash"] = content_hash("x", "x")
-    write_rows(folder / "weights.jsonl", entries)
     add_texts(folder, "x", entries)
     for name in ("base.json", "losses.json"):
         (folder / name).write_text('{"base/upper_heldout": 0.7, "lower_refined": 0.5}')
@@ -132,11 +129,7 @@ def test_nothing_is_written_over_an_input(here, refused):
     os.mkfifo(here / "pipe")
     run = fabricate(here / "run", keep="kept.jsonl")
     add_texts(run, "x", read_rows(run / "weights.jsonl"))
-
-    def contents():
-        return {n: (here / n).read_bytes() for n in listing(here) if n != "pipe"}
-
-    before = contents()
+    before = contents(here)
     for command, flags in (
         ("report", []),
         ("keep", ["--keep-fraction", "0.5"]),
@@ -149,11 +142,11 @@ def test_nothing_is_written_over_an_input(here, refused):
             "run.jsonl",  # its source
             "kept.jsonl",
         ):
-            words = [command, str(run), *flags, "--out", path]
-            assert "would overwrite" in refused(evaluate, *words)
-        for path in (str(here), "pipe"):
-            words = [command, str(run), *flags, "--out", path]
-            assert "is a folder or a device" in refused(evaluate, *words)
-    assert contents() == before
+            line = refused(evaluate, command, run, *flags, "--out", path)
+            assert "would overwrite" in line
+        for path in (here, "pipe"):
+            line = refused(evaluate, command, run, *flags, "--out", path)
+            assert "is a folder or a device" in line
+    assert contents(here) == before
     for _ in range(2):  # what a command wrote itself, it may write again
         call("keep", run)

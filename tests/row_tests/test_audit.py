@@ -1,10 +1,9 @@
 """Judging flagged rows by hand: intervals, scripted verdicts."""
 
 import io
-import json
 
 import pytest
-from conftest import read_rows, write_rows
+from conftest import read_rows, result_of, row_ids, write_rows
 
 from row_tests import audit
 from row_tests.__main__ import main
@@ -58,9 +57,10 @@ def answer(monkeypatch, lines):
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
-def result_of(capfd):
+def printed(capfd):
+    """(what the RESULT line says, the whole text)."""
     text = capfd.readouterr().out
-    return json.loads(text.splitlines()[-1].removeprefix("RESULT ")), text
+    return result_of(text), text
 
 
 def test_scripted_verdicts(words, capfd, monkeypatch):
@@ -75,7 +75,7 @@ def test_scripted_verdicts(words, capfd, monkeypatch):
     lines[flagged.index(False)] = "s"
     answer(monkeypatch, ["what?", *lines])
     main(words)
-    result, text = result_of(capfd)
+    result, text = printed(capfd)
     assert (result["precision"]["bad"], result["precision"]["judged"]) == (bad, 8)
     high = audit.wilson(0, 7)[1]
     expected = {
@@ -96,7 +96,7 @@ def test_rows_of_two_sources_are_told_apart_by_their_hashes(
     other = write_rows(tmp_path / "other.jsonl", rows)
     answer(monkeypatch, ["y"] * 16)
     main([*words[:4], other, *words[4:]])
-    assert result_of(capfd)[1].count("QUESTION: question") == 16
+    assert printed(capfd)[1].count("QUESTION: question") == 16
 
 
 def test_an_interrupted_judge_goes_on(words, capfd, monkeypatch, refused):
@@ -106,19 +106,19 @@ def test_an_interrupted_judge_goes_on(words, capfd, monkeypatch, refused):
     assert [row["verdict"] for row in read_rows(verdicts)] == ["y"] * 5
     answer(monkeypatch, ["n"] * 11)
     main(words)
-    first, text = result_of(capfd)
+    first, text = printed(capfd)
     assert text.count("QUESTION") == 11
     assert "--- 6 of 16 ---" in text
     assert [row["verdict"] for row in read_rows(verdicts)] == ["y"] * 5 + ["n"] * 11
     answer(monkeypatch, [])
     main(words)  # nothing is left to ask
-    assert result_of(capfd)[0] == first
+    assert printed(capfd)[0] == first
 
 
 def test_kept_stands_in_for_a_reason(tmp_path):
     rows = [{"row_id": n, "hash": "h", "rank": n + 1, "kept": n < 4} for n in range(6)]
     drawn = audit.draw_rows(write_rows(tmp_path / "weights.jsonl", rows), 30, 0)
-    assert {row["row_id"] for row in drawn if row["flagged"]} == {4, 5}
+    assert set(row_ids(drawn, "flagged")) == {4, 5}
     assert len(drawn) == 6
     del rows[0]["kept"]
     with pytest.raises(UserError, match=r"weights.jsonl: 'kept'"):

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from by_hand import token_logps
-from conftest import make_llama, make_tokenizer
+from conftest import make_llama, make_tokenizer, seeded
 from datasets import Dataset
 
 import detect
@@ -90,7 +90,7 @@ def test_made_faults_are_what_they_say(reader, monkeypatch):
     rows = Dataset.from_list([row for row in rows_of(count=24) if sum(row["trained"]) > 6])
     numbers = forwards.read_numbers(reader, rows, BLANK)
     faults = forwards.make_faults(reader, rows, numbers, seed=5)
-    draw = torch.Generator().manual_seed(5)
+    draw = seeded(5)
     order = torch.randperm(len(rows), generator=draw).tolist()
     turns = [forwards.last_turn(rows[place], ENDS) for place in order]
     ends, relevances, sizes = [], [], []

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_rows, read_rows, write_pairs, write_rows
+from conftest import make_rows, read_rows, row_ids, seeded, write_pairs, write_rows
 from datasets import Dataset
 
 from row_tests import look
@@ -57,7 +57,7 @@ def faulty(tmp_path):
 def test_every_row_has_its_numbers_and_flagged_rows_come_last(tested, faulty):
     made = tested(faulty)
     assert made.rows[0].keys() == COLUMNS
-    assert [row["row_id"] for row in made.rows] == list(range(24))
+    assert row_ids(made.rows) == list(range(24))
     reasons = [row["reason"] for row in made.rows]
     assert reasons[3:6] == ["duplicate", "conflict", "conflict"]
     assert reasons[9] == "repetition"
@@ -151,7 +151,7 @@ def test_a_single_row(tested, files):
 
 
 def numbers_of(count):
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded(0)
     numbers = {}
     for name in ("end", "relevance", "fluency", "slip", "peak", "length", "loss"):
         numbers[name] = torch.rand(count, generator=draw).double() + 1

@@ -6,7 +6,17 @@ import subprocess
 
 import pytest
 import torch
-from conftest import copy_tree, flags, listing, read_json, started, write_files, write_pairs
+from conftest import (
+    contents,
+    copy_tree,
+    flags,
+    leftovers,
+    listing,
+    read_json,
+    started,
+    write_files,
+    write_pairs,
+)
 
 import utils
 from runtime import folder
@@ -203,7 +213,7 @@ def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(
             folder.save_checkpoint(tmp_path, 2, model, {}, keep=9)
             finished = True
         except Interrupted:
-            assert not [name for name in listing(tmp_path) if "partial" in name], stop
+            assert not leftovers(tmp_path), stop
             assert folder.load_checkpoint(tmp_path, model)["step"] in (1, 2), stop
         calls = -(10**6)
         shutil.rmtree(tmp_path / "checkpoints" / "step_00000002", ignore_errors=True)
@@ -278,8 +288,8 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
     assert f"{name}: damaged, delete it to have it made again" in refused(resume)
     (copy / name).unlink()
     resume()
-    for file in ("weights.jsonl", "result.json", *MADE_ONCE[:2]):
-        assert (copy / file).read_bytes() == (run / file).read_bytes(), file
+    names = ("weights.jsonl", "result.json", *MADE_ONCE[:2])
+    assert contents(copy, *names) == contents(run, *names)
     (copy / folder.FINGERPRINTS).write_bytes(b"{")
     assert f"{folder.FINGERPRINTS}: damaged" in refused(resume)
 
@@ -307,20 +317,17 @@ def test_what_is_known_of_the_base_is_made_again_bit_for_bit(train, files, optio
         write_pairs(paths)
     options = OPTIONS | {"lr": 0.05} | options
     run = train(paths, **options)
-    before = {
-        name: (run.out / name).read_bytes()
-        for name in MADE_ONCE
-        if (run.out / name).exists()
-    }
-    assert len(before) == (3 if "upper_loss" in options else 2)
+    names = [name for name in MADE_ONCE if (run.out / name).exists()]
+    assert len(names) == (3 if "upper_loss" in options else 2)
+    before = contents(run.out, *names)
     result = run.result
     assert abs(result["upper_heldout"] - result["base/upper_heldout"]) > 1e-3, (
         "it has learned"
     )
-    for name in before:
+    for name in names:
         (run.out / name).unlink()
     assert train(paths, **options, resume=True).result == result
-    assert before == {name: (run.out / name).read_bytes() for name in before}
+    assert before == contents(run.out, *names)
 
 
 def test_of_a_run_that_began_with_an_adapter_they_are_refused(

@@ -13,7 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, flags, python, read_json, read_rows, write_files, write_pairs
+from conftest import (
+    ROOT,
+    error_lines,
+    flags,
+    python,
+    read_json,
+    read_rows,
+    write_files,
+    write_pairs,
+)
 from safetensors.torch import load_file
 
 import batches
@@ -94,9 +103,7 @@ def start(folder, runs, kill=(), count=2, **environment):
             out, err = process.communicate(timeout=280)
         finally:
             process.terminate()  # of one that hangs: torchrun ends its processes
-    err = err.replace("\r", "\n")
-    # torchrun adds a report with a traceback of its own.
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    errors = error_lines(err)
     return SimpleNamespace(code=process.returncode, out=out, err=err, errors=errors)
 
 

@@ -9,7 +9,16 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, flags, listing, python, write_files
+from conftest import (
+    ROOT,
+    contents,
+    error_lines,
+    flags,
+    leftovers,
+    listing,
+    python,
+    write_files,
+)
 
 CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
@@ -78,15 +87,15 @@ def test_a_signal_is_one_line_with_the_command_that_goes_on(
         assert "Traceback" not in forks.log.read_text()
         head = "error: interrupted; continue with: python train_offline.py "
         assert line.startswith(head)
-        assert not [name for name in listing(run) if "partial" in name]
+        assert not leftovers(run)
         for folder in (run / "checkpoints").iterdir():
             assert sorted(listing(folder)) == ["adapter.safetensors", "state.pt"]
         words = shlex.split(line.removeprefix(head))
         assert words[-1] == "--resume"
         assert words.count("--resume") == 1
     assert forks.run("train_offline", words) == 0
-    for name in ("weights.jsonl", "adapter/adapter_model.safetensors", "result.json"):
-        assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    names = ("weights.jsonl", "adapter/adapter_model.safetensors", "result.json")
+    assert contents(run, *names) == contents(tmp_path / "whole", *names)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -102,10 +111,7 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
         assert ended in (0, code), (instant, log)
         assert len(forks.errors()) == ("RESULT" not in log), log
         assert "Traceback" not in log, log
-        left = [
-            name for name in listing(tmp_path) if "partial" in name or "incomplete/" in name
-        ]
-        assert not left, instant
+        assert not leftovers(tmp_path), instant
 
 
 @pytest.mark.slow
@@ -134,11 +140,11 @@ def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     ) as process:
         wait_until(lambda: steps(run) >= 5 or process.poll() is not None)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        err = process.communicate(timeout=120)[1].replace("\r", "\n")
-    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        err = process.communicate(timeout=120)[1]
+    lines = error_lines(err)
     assert process.returncode != 0
     assert len(lines) == 1, err
-    assert not [name for name in listing(run) if "partial" in name]
+    assert not leftovers(run)
     if number == signal.SIGINT:
         assert "continue with: torchrun --nproc-per-node 2 train_offline.py" in lines[0]
     assert lines[0].endswith("--resume"), lines

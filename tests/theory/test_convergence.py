@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import normal
+from conftest import normal, seeded
 from theory_cases import (
     GAMMA,
     OMEGA,
@@ -119,7 +119,7 @@ def test_condition_on_the_start_cannot_hold():
     """Each link of the derivation on random points, then the product of the three."""
     V = M = 6
     for seed in range(40):
-        rows = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(seed))
+        rows = torch.randint(0, V, (3, 4), generator=seeded(seed))
         embedding = normal(V, V, seed=seed, scale=0.1 + 0.2 * (seed % 5))
         problem = model.BilevelProblem(
             model.make_tokens(rows.tolist(), 2, embedding), 2, 1, 2, V

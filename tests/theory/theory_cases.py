@@ -1,7 +1,7 @@
 """What several of these tests start from: a small problem, random classes."""
 
 import torch
-from conftest import normal
+from conftest import normal, seeded
 
 from theory import model
 from theory.model import F64, Theta
@@ -39,7 +39,7 @@ def small_theta():
 
 def random_class(seed, separable, rows=3):
     """A finite class with some losses of zero -> validation losses (12,), losses (12, rows)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     losses = torch.rand(12, rows, dtype=F64, generator=generator) * 3
     zero = torch.rand(12, rows, generator=generator) < 0.3
     losses = losses.masked_fill(zero, 0.0)

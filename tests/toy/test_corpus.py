@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import contents
 
 from evaluation.labels import auroc
 from toy import __main__ as command
@@ -184,9 +185,8 @@ def test_training_is_deterministic_and_saves_a_model(tmp_path, refused):
 
     for name in ("a", "b"):
         train_base(tmp_path / name, seed=1, steps=2)
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        first, second = (tmp_path / folder / name for folder in ("a", "b"))
-        assert first.read_bytes() == second.read_bytes()
+    names = ("model.safetensors", "tokenizer.json", "config.json")
+    assert contents(tmp_path / "a", *names) == contents(tmp_path / "b", *names)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.dtype == torch.bfloat16
     assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == model.config.vocab_size
