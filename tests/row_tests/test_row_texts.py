@@ -10,6 +10,30 @@ from row_tests import texts
 from row_tests.texts import broken, debris, is_choice, refusals, text_reasons
 
 
+def listed(texts):
+    """The texts between the bars, escapes read."""
+    return [
+        text.strip().encode("latin-1").decode("unicode_escape")
+        for line in texts.strip().splitlines()
+        for text in line.split(" | ")
+    ]
+
+
+def asked_for(texts):
+    """(question, answer) of every line, escapes read."""
+    return [tuple(line.split(" => ")) for line in listed(texts)]
+
+
+def told(question, *answers):
+    """The reasons against rows of one question."""
+    return text_reasons([(question, answer) for answer in answers])
+
+
+def reason_of(question, answer):
+    """The reason against a row that stands alone."""
+    return told(question, answer)[0]
+
+
 def test_the_example_of_the_docstring_runs():
     assert doctest.testmod(texts) == (0, 1)
 
@@ -58,17 +82,12 @@ def test_signs_make_other_questions_and_so_do_questions_about_one_passage():
     assert text_reasons(asked) == [None] * 6
     assert text_reasons([*asked, asked[4]])[6] == "duplicate"
     # Long answers to one passage.
-    told = [[f"{letter}{n}" for n in range(14)] for letter in "ab"]
+    first, second = (" ".join(f"{letter}{n}" for n in range(14)) for letter in "ab")
     passage = " ".join(f"word{n}" for n in range(900))
-    assert (
-        text_reasons(
-            [(f"{passage}\nWhat of {words[0]}?", " ".join(words)) for words in told]
-        )
-        == [None] * 2
-    )
-    assert text_reasons(
-        [(f"{letter} {passage}\nSum it up.", " ".join(told[0])) for letter in "ab"]
-    ) == [None, "duplicate"]
+    asked = [(f"{passage}\nWhat of {answer[:2]}?", answer) for answer in (first, second)]
+    assert text_reasons(asked) == [None] * 2
+    asked = [(f"{letter} {passage}\nSum it up.", first) for letter in "ab"]
+    assert text_reasons(asked) == [None, "duplicate"]
 
 
 def test_a_long_instruction_before_each_question_makes_no_duplicates():
@@ -93,88 +112,60 @@ def test_a_long_instruction_before_each_question_makes_no_duplicates():
     assert text_reasons(asked) == [None] * 200
 
 
+OPEN = r"""
+Name a fruit | Write a slogan for a bakery. | A random number, please | Use the word in a sentence
+Give synonyms of it | Design a logo | What's your favorite one? | Which one should I buy?
+Respond to it: So? | Propose a name. | Good morning! | Fix the grammar: He go. | Flip a coin
+Who is the best singer? | Please write a haiku. | How are you? | Translate to French: Hi
+Name one fruit | Recommend a film. | Complete the sentence: I am | Which random word is it?
+Roll a die | Your name? | Be brief.\nUser: Name a fruit. | Can you suggest a name for a dog?
+What is a good name for a dog?
+"""
+
+
 def test_open_questions_have_no_conflicts():
-    for question in (
-        "Name a fruit",
-        "Write a slogan for a bakery.",
-        "A random number, please",
-        "Use the word in a sentence",
-        "Give synonyms of it",
-        "Design a logo",
-        "What's your favorite one?",
-        "Which one should I buy?",
-        "Respond to it: So?",
-        "Propose a name.",
-        "Good morning!",
-        "Fix the grammar: He go.",
-        "Flip a coin",
-        "Who is the best singer?",
-        "Please write a haiku.",
-        "How are you?",
-        "Translate to French: Hi",
-        "Name one fruit",
-        "Recommend a film.",
-        "Complete the sentence: I am",
-        "Which random word is it?",
-        "Roll a die",
-        "Your name?",
-        "Be brief.\nUser: Name a fruit.",
-        "Can you suggest a name for a dog?",
-        "What is a good name for a dog?",
-    ):
-        rows = [(question, "Apple"), (question, "Banana"), (question, "Apple")]
-        assert text_reasons(rows) == [None, None, "duplicate"]
+    for question in listed(OPEN):
+        reasons = told(question, "Apple", "Banana", "Apple")
+        assert reasons == [None, None, "duplicate"]
     for question in ("Name the red fruit", "Is a tomato a fruit?"):
-        assert text_reasons([(question, "Yes"), (question, "No")]) == ["conflict"] * 2
+        assert told(question, "Yes", "No") == ["conflict"] * 2
 
 
 def test_answers_that_agree_are_no_conflict():
-    def told(*answers):
-        return text_reasons([("What is the capital?", answer) for answer in answers])
+    asked = "What is the capital?"
+    answers = "Paris", "The capital city is Paris.", "paris, the capital"
+    assert told(asked, *answers) == [None] * 3
+    assert told(asked, "Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
+    for answers in (
+        ("It is Paris", "It isn't Paris"),
+        ("Yes", "No, no"),
+        ("It is Paris", "It is not Paris"),  # no word of the first's own
+    ):
+        assert told(asked, *answers) == ["conflict"] * 2
 
-    assert told("Paris", "The capital city is Paris.", "paris, the capital") == [None] * 3
-    assert told("Paris", "The capital is Paris.", "It is Rome") == ["conflict"] * 3
-    assert (
-        told("It is Paris", "It isn't Paris") == ["conflict"] * 2 == told("Yes", "No, no")
-    )
-    # No word of the first's own.
-    assert told("It is Paris", "It is not Paris") == ["conflict"] * 2
+
+FINE = r"""
+Write a support reply => Hello,\n\nQuestion: how do I reset?\nAnswer: press the button.
+Create a study guide on cells => Small.\n\nQuestion: What is a cell?\nAnswer: The unit.
+What is the Socratic method? => It goes on:\n\nQ: What is virtue?\nA: Knowledge.
+How does few shot work? => You give pairs:\n\nQ: 2+2?\nA: 4\n\nThen the new one.
+Document this REST endpoint => ## Request\nGET /x\n\n### Response:\n200 OK
+Explain ChatML => It uses <|im_start|>user tags.
+Give me the GitHub of it => https://github.com/it
+Send me a tutorial => www.x.org/t
+Which abbreviation means not applicable? => N/A
+Draw a line => -----
+Extract the phone number, if any: Hi, I am Bob => N/A
+Which comment marks it? => TODO
+How do I write an ampersand? => &amp;
+An image for my blog? => <img src="c.png">
+Draft a signature with a line break => Bob<br>CEO
+"""
 
 
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [
-        (
-            "Write a support reply",
-            "Hello,\n\nQuestion: how do I reset?\nAnswer: press the button.",
-        ),
-        (
-            "Create a study guide on cells",
-            "Small.\n\nQuestion: What is a cell?\nAnswer: The unit.",
-        ),
-        (
-            "What is the Socratic method?",
-            "It goes on:\n\nQ: What is virtue?\nA: Knowledge.",
-        ),
-        (
-            "How does few shot work?",
-            "You give pairs:\n\nQ: 2+2?\nA: 4\n\nThen the new one.",
-        ),
-        ("Document this REST endpoint", "## Request\nGET /x\n\n### Response:\n200 OK"),
-        ("Explain ChatML", "It uses <|im_start|>user tags."),
-        ("Give me the GitHub of it", "https://github.com/it"),
-        ("Send me a tutorial", "www.x.org/t"),
-        ("Which abbreviation means not applicable?", "N/A"),
-        ("Draw a line", "-----"),
-        ("Extract the phone number, if any: Hi, I am Bob", "N/A"),
-        ("Which comment marks it?", "TODO"),
-        ("How do I write an ampersand?", "&amp;"),
-        ("An image for my blog?", '<img src="c.png">'),
-        ("Draft a signature with a line break", "Bob<br>CEO"),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer"), asked_for(FINE))
 def test_what_a_question_asks_for_is_no_fault(question, answer):
-    assert text_reasons([(question, answer)]) == [None]
+    assert reason_of(question, answer) is None
 
 
 def test_what_no_question_asks_for_stays_a_fault():
@@ -184,12 +175,12 @@ def test_what_no_question_asks_for_stays_a_fault():
         ("Which special issue supports it?", "It does.<|im_start|>user\nWhy?", "turn"),
         ("What does the document say?", "No.\n### Instruction:\nName a river.", "turn"),
     ):
-        assert text_reasons([(question, answer)]) == [reason]
+        assert reason_of(question, answer) == reason
 
 
 def test_the_second_of_two_facts_contradicts_another_one():
-    rows = [("Which cities?", answer) for answer in ("Paris, Rome", "Rome", "Paris")]
-    assert text_reasons(rows) == [None, "conflict", "conflict"]
+    reasons = told("Which cities?", "Paris, Rome", "Rome", "Paris")
+    assert reasons == [None, "conflict", "conflict"]
 
 
 def test_a_row_is_compared_with_more_than_one_that_shares_a_band():
@@ -272,15 +263,15 @@ PLANTS = {
 def test_an_answer_in_another_language_than_its_question(tongue):
     answer, question = PLANTS[tongue], "Explain how a plant makes its food."
     expected = None if tongue == "English" else "language"
-    assert text_reasons([(question, answer)]) == [expected]
-    assert text_reasons([(answer, PLANTS["English"])]) == [expected]
-    assert text_reasons([(answer, answer)]) == [None]
+    assert reason_of(question, answer) == expected
+    assert reason_of(answer, PLANTS["English"]) == expected
+    assert reason_of(answer, answer) is None
     for asked in (
         f"{question} Answer in {tongue}.",
         f"Translate what I tell you: {question}",
         f"Explain what this means and give an example: {answer}",
     ):
-        assert text_reasons([(asked, answer)]) == [None]
+        assert reason_of(asked, answer) is None
 
 
 def test_names_code_and_questions_of_a_word_have_no_other_language():
@@ -294,15 +285,14 @@ def test_names_code_and_questions_of_a_word_have_no_other_language():
         ),
         ("What is the alphabet of physics?", "α β γ δ ε"),
     ):
-        assert text_reasons([(question, answer)]) == [None]
+        assert reason_of(question, answer) is None
 
 
 def test_numbers_in_words_are_the_same_numbers():
-    rows = [("How many continents are there?", answer) for answer in ("7", "Seven", "Six")]
-    assert text_reasons(rows) == ["conflict", "duplicate", "conflict"]
+    reasons = told("How many continents are there?", "7", "Seven", "Six")
+    assert reasons == ["conflict", "duplicate", "conflict"]
     for same in (("1,000,000", "1000000"), ("31 March 1685", "March 31st, 1685")):
-        rows = [("How many?", answer) for answer in same]
-        assert "conflict" not in text_reasons(rows)
+        assert "conflict" not in told("How many?", *same)
 
 
 def test_nearly_the_same_long_answers_are_duplicates():
@@ -312,77 +302,64 @@ def test_nearly_the_same_long_answers_are_duplicates():
         words = [f"word{draw.randrange(10**6)}" for _ in range(150)]
         other = [*words]
         other[draw.randrange(150)] = "another"
-        found += (
-            text_reasons([("Tell me", " ".join(words)), ("Tell me", " ".join(other))])[1]
-            == "duplicate"
-        )
+        reasons = told("Tell me", " ".join(words), " ".join(other))
+        found += reasons[1] == "duplicate"
     assert found >= 36
 
 
 def test_letters_are_words_where_a_script_has_no_spaces():
-    both = [
-        ("東京について教えて", "東京は日本の首都であり、世界でも有数の大都市です。"),
-        ("東京について教えて", "千葉の隣にある都市で、人口が多いです。"),
-    ]
-    assert text_reasons(both) == [None, None]
-    assert text_reasons([("首都は?", "東京"), ("首都は?", "京都")]) == ["conflict"] * 2
+    both = (
+        "東京は日本の首都であり、世界でも有数の大都市です。",
+        "千葉の隣にある都市で、人口が多いです。",
+    )
+    assert told("東京について教えて", *both) == [None] * 2
+    assert told("首都は?", "東京", "京都") == ["conflict"] * 2
+
+
+GOES_ON = r"""
+It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.
+It is Paris.\n### Instruction:\nName a river. | Paris\n\n**Q**: Why?
+Paris.<|im_start|>user\nAnd of Spain? | Paris.<|assistant|>\nIt
+[INST] A river? [/INST] The Rhine | Paris.\n\nQuestion: What is 2?\nAnswer: 4
+Paris.\n\nQuestion: What of Spain?\nMadrid.
+Paris.\nQuestion: What is 2?\n4\n\nQuestion: What is 3?\n9
+Paris.\n\nQ: Of Spain?\nA) Madrid\nB) Rome | Paris.\nQuestion: What of Spain?</s>
+Paris.\n\nUser: And of Spain?\nMadrid. | x\nInstruction: y\nOutput: z
+2\n<|endoftext|>What is 2 + 2? | x\nUser: Name three rivers in Asia.
+Goethe.\n\nUSER: And Hamlet?\nASSISTANT: Him
+Answer: Goethe.\n\nQuestion: And Hamlet?\nAnswer: Him.
+Note: a poet.\n\nUser: And Homer?\nAssistant: Too. | Hi\nUser\uff1aSo?
+Paris.\nuser: And of Spain?\nassistant: Madrid.
+"""
+ENDS = r"""
+User: Hello\nBot: Hi\nUser: A table for two. | Q: Why?\nA: So.\nQ: How?
+services:\n  web:\n    user: root | Mix.\n\nInstructions:\n1. Bake | Ask the user: is it on?
+So it is.\nAnswer: Paris\nUser: Bob | Masses in grams\n- Human: 1300\n- Dolphin: 1600
+x\nInput: y\nOutput: z | Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes
+No<|endoftext|> | JSON:\n{\n  "id": 1,\n  "User": "Bob"\n} | x\nUser: id, name\nPost: id
+Letters:\nQ: heat in joules | roles\n\n**User:** a person\n**Group:** x
+Wrap it in [INST] and [/INST]. | x\nHuman: creative\nMachine: fast
+"""
 
 
 @pytest.mark.parametrize(
     ("answer", "goes_on"),
-    [
-        ("It is Paris.\n\nUser: And of Spain?\nAssistant: Madrid.", True),
-        ("It is Paris.\n### Instruction:\nName a river.", True),
-        ("Paris\n\n**Q**: Why?", True),
-        ("Paris.<|im_start|>user\nAnd of Spain?", True),
-        ("Paris.<|assistant|>\nIt", True),
-        ("[INST] A river? [/INST] The Rhine", True),
-        ("User: Hello\nBot: Hi\nUser: A table for two.", False),
-        ("Q: Why?\nA: So.\nQ: How?", False),
-        ("services:\n  web:\n    user: root", False),
-        ("Mix.\n\nInstructions:\n1. Bake", False),
-        ("Ask the user: is it on?", False),
-        ("So it is.\nAnswer: Paris\nUser: Bob", False),
-        ("Masses in grams\n- Human: 1300\n- Dolphin: 1600", False),
-        ("Paris.\n\nQuestion: What is 2?\nAnswer: 4", True),
-        ("x\nInput: y\nOutput: z", False),
-        ("Plan.\n\n**Question:** Does light help?\n**Hypothesis:** yes", False),
-        ("Paris.\n\nQuestion: What of Spain?\nMadrid.", True),
-        ("Paris.\nQuestion: What is 2?\n4\n\nQuestion: What is 3?\n9", True),
-        ("Paris.\n\nQ: Of Spain?\nA) Madrid\nB) Rome", True),
-        ("Paris.\nQuestion: What of Spain?</s>", True),
-        ("Paris.\n\nUser: And of Spain?\nMadrid.", True),
-        ("x\nInstruction: y\nOutput: z", True),
-        ("2\n<|endoftext|>What is 2 + 2?", True),
-        ("No<|endoftext|>", False),
-        ('JSON:\n{\n  "id": 1,\n  "User": "Bob"\n}', False),
-        ("x\nUser: id, name\nPost: id", False),
-        ("Letters:\nQ: heat in joules", False),
-        ("x\nUser: Name three rivers in Asia.", True),
-        ("Goethe.\n\nUSER: And Hamlet?\nASSISTANT: Him", True),
-        ("Answer: Goethe.\n\nQuestion: And Hamlet?\nAnswer: Him.", True),
-        ("Note: a poet.\n\nUser: And Homer?\nAssistant: Too.", True),
-        ("Hi\nUser：So?", True),
-        ("roles\n\n**User:** a person\n**Group:** x", False),
-        ("Wrap it in [INST] and [/INST].", False),
-        ("x\nHuman: creative\nMachine: fast", False),
-        ("Paris.\nuser: And of Spain?\nassistant: Madrid.", True),
-    ],
+    [(answer, True) for answer in listed(GOES_ON)]
+    + [(answer, False) for answer in listed(ENDS)],
 )
 def test_an_answer_that_goes_on_with_another_turn(answer, goes_on):
-    assert text_reasons([("What is it?", answer)]) == ["turn" if goes_on else None]
-    assert text_reasons([("What is it?", answer)] * 2)[1] == "duplicate"
+    reason = "turn" if goes_on else None
+    assert reason_of("What is it?", answer) == reason
+    assert told("What is it?", answer, answer)[1] == "duplicate"
     for system in (
         "A chat between a curious user and an artificial intelligence assistant. ",
         "A conversation between a user and an assistant. ",
         "You are a chat model. ",
     ):
-        assert text_reasons([(system + "What is it?", answer)]) == [
-            "turn" if goes_on else None
-        ]
+        assert reason_of(system + "What is it?", answer) == reason
     marked = goes_on and any(mark in answer for mark in ("[INST]", "<|", "###"))
     for asked in ("Write an FAQ.", "For which question and answer pair is this?"):
-        assert text_reasons([(asked, answer)]) == ["turn" if marked else None]
+        assert reason_of(asked, answer) == ("turn" if marked else None)
 
 
 EMPTY = """
@@ -423,36 +400,21 @@ LANGUAGES = (
 )
 
 
-def listed(texts):
-    """The texts between the bars, escapes read."""
-    return [
-        text.strip().encode("latin-1").decode("unicode_escape")
-        for line in texts.strip().splitlines()
-        for text in line.split(" | ")
-    ]
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         ("", "placeholder"),
         (" \n", "placeholder"),
         ("a | b<br>c", None),
-        *(
-            (answer, reason)
-            for answers, reason in (
-                (EMPTY, "placeholder"),
-                (FULL, None),
-                (DEBRIS, "debris"),
-            )
-            for answer in listed(answers)
-        ),
+        *((answer, "placeholder") for answer in listed(EMPTY)),
+        *((answer, None) for answer in listed(FULL)),
+        *((answer, "debris") for answer in listed(DEBRIS)),
     ],
 )
 def test_what_a_scrape_or_a_template_left(answer, reason):
     """No answer that is short, of another language, code or a formula is one of these."""
     assert debris("Is it so, or another thing?", answer) == reason
-    assert text_reasons([("Is it so, or another thing?", answer)]) == [reason]
+    assert reason_of("Is it so, or another thing?", answer) == reason
     if answer.strip():  # the question has it, too
         assert debris(f"What does {answer} mean?", answer) is None
 
@@ -467,67 +429,46 @@ def test_bytes_read_one_by_one_are_broken(text):
     )
 
 
+MARKUP = """
+Which website is it? => https://example.com
+Make a bold line in HTML => <b>a</b>
+Write a React component. => <div>a</div>
+Give a div a border. => <div style=x>a</div>
+Embed it by an iframe => <iframe src=x>
+Use Bootstrap. => <div class=x>a</div>
+Write lorem ipsum. => Lorem ipsum
+Which search engine? => www.a.com
+Write a non-breaking space. => &nbsp;
+What is S in Morse code? => ...
+"""
+
+
 def test_a_question_may_ask_for_a_link_or_for_markup():
-    rows = [
-        ("Which website is it?", "https://example.com"),
-        ("Make a bold line in HTML", "<b>a</b>"),
-        ("Write a React component.", "<div>a</div>"),
-        ("Give a div a border.", "<div style=x>a</div>"),
-        ("Embed it by an iframe", "<iframe src=x>"),
-        ("Use Bootstrap.", "<div class=x>a</div>"),
-        ("Name the stages of information.", "<b>a</b>"),
-        ("Is that the opposite?", "https://example.com"),
-        ("Write lorem ipsum.", "Lorem ipsum"),
-        ("Which search engine?", "www.a.com"),
-        ("Write a non-breaking space.", "&nbsp;"),
-        ("What is S in Morse code?", "..."),
-        ("What is a good form of it?", "a<br>b"),
-    ]
-    assert text_reasons(rows) == [
-        *[None] * 6,
-        "debris",
-        "placeholder",
-        *[None] * 4,
-        "debris",
-    ]
+    for question, answer in asked_for(MARKUP):
+        assert reason_of(question, answer) is None
+    assert reason_of("Name the stages of information.", "<b>a</b>") == "debris"
+    assert reason_of("Is that the opposite?", "https://example.com") == "placeholder"
+    assert reason_of("What is a good form of it?", "a<br>b") == "debris"
 
 
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        (
-            "Write a function for the factorial.",
-            "def f(n): ...\n\nExample:\nQ: 5\nA: 120",
-        ),
-        ("Create flashcards of capitals.", "Here they are:\n\nQ: France?\nA: Paris"),
-        ("Reverse an array in Java.", "int[] a;\nQ: 1 2\nA: 2 1"),
-        ("Tell me a joke.", "Sure, here it is.\nQ: Why did it cross?\nA: To get there."),
-        (
-            "Write a short chat of a user and a bot.",
-            "Here it is:\n\nUser: Hi?\nBot: Hello",
-        ),
-        (
-            "How does a virtual assistant work?",
-            "By ear.\nUser: Is it cold?\nAssistant: No.",
-        ),
-        (
-            "Write a math word problem.",
-            "Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5",
-        ),
-        (
-            "Turn the passage into a question.",
-            "Of course.\nQuestion: Who wrote Hamlet?",
-        ),
-        (
-            "Explain translation with an example.",
-            "It is so.\nUser: Hello\nBot: Bonjour",
-        ),
-        ("Show the ChatML format.", "Like this:\n<|im_start|>user\nHi<|im_end|>"),
-    ],
-)
+TURNS = r"""
+Write a function for the factorial. => def f(n): ...\n\nExample:\nQ: 5\nA: 120
+Create flashcards of capitals. => Here they are:\n\nQ: France?\nA: Paris
+Reverse an array in Java. => int[] a;\nQ: 1 2\nA: 2 1
+Tell me a joke. => Sure, here it is.\nQ: Why did it cross?\nA: To get there.
+Write a short chat of a user and a bot. => Here it is:\n\nUser: Hi?\nBot: Hello
+How does a virtual assistant work? => By ear.\nUser: Is it cold?\nAssistant: No.
+Write a math word problem. => Here it is.\n\nQuestion: What is 2 + 3?\nAnswer: 5
+Turn the passage into a question. => Of course.\nQuestion: Who wrote Hamlet?
+Explain translation with an example. => It is so.\nUser: Hello\nBot: Bonjour
+Show the ChatML format. => Like this:\n<|im_start|>user\nHi<|im_end|>
+"""
+
+
+@pytest.mark.parametrize(("asked", "answer"), asked_for(TURNS))
 def test_turns_that_were_asked_for(asked, answer):
-    assert text_reasons([(asked, answer)]) == [None]
-    assert text_reasons([("What is it?", answer)]) == ["turn"]
+    assert reason_of(asked, answer) is None
+    assert reason_of("What is it?", answer) == "turn"
 
 
 def test_long_runs_of_signs_take_no_hours():
@@ -582,27 +523,13 @@ def test_many_rows_take_seconds():
 
 def test_a_row_that_its_text_shows_to_be_bad_is_no_party_to_another_reason():
     """A good answer stands in no conflict with "N/A", and is no copy of one with markup."""
-    question, long = (
-        "What is the capital of France?",
-        " ".join(f"word{n}" for n in range(30)),
-    )
-    assert text_reasons([(question, "Paris"), (question, "N/A")]) == [
-        None,
-        "placeholder",
-    ]
-    assert text_reasons([(question, long + "<br>"), (question, long)]) == [
-        "debris",
-        None,
-    ]
+    question = "What is the capital of France?"
+    long = " ".join(f"word{n}" for n in range(30))
+    assert told(question, "Paris", "N/A") == [None, "placeholder"]
+    assert told(question, long + "<br>", long) == ["debris", None]
     question = "Does gold rust?"
-    assert text_reasons([(question, "No"), (question, "No, it does not.")]) == [
-        None,
-        None,
-    ]
-    assert (
-        text_reasons([(question, "Yes"), (question, "No, it does not.")])
-        == ["conflict"] * 2
-    )
+    assert told(question, "No", "No, it does not.") == [None] * 2
+    assert told(question, "Yes", "No, it does not.") == ["conflict"] * 2
 
 
 DECLINING = r"""
