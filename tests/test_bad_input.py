@@ -145,7 +145,7 @@ def smaller(folder):
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
+    "edit, message",
     [
         (lambda f: truncate(f / "model.safetensors"), "model"),
         (lambda f: (f / "model.safetensors").unlink(), "model"),
@@ -211,7 +211,7 @@ def file_size_limit():
 
 
 @pytest.mark.parametrize(
-    ("stage", "size"),
+    "stage, size",
     [
         ("cache", 2_000),
         ("checkpoint", 30_000),  # its first file does not fit
@@ -275,7 +275,7 @@ OFFLINE, ONLINE = train_offline.main, train_online.main
 
 
 @pytest.mark.parametrize(
-    ("main", "options"),
+    "main, options",
     [
         (OFFLINE, {"omega_loss": "next"}),
         (OFFLINE, {"omega_loss": "current"}),

@@ -59,7 +59,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize(
-    ("margin", "threshold", "fine", "expected"),
+    "margin, threshold, fine, expected",
     [
         (0.5, 0.4, True, "refined"),
         (0.4, 0.4, True, "undecided"),
@@ -80,7 +80,7 @@ WORDS = list(range(200, 240))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "complete", "fine"),
+    "tokens, complete, fine",
     [
         ([*WORDS, 0], True, True),
         (WORDS, False, False),  # unfinished
@@ -120,7 +120,7 @@ def test_what_is_never_recommended(monkeypatch):
 # --- prompts and ends -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("chat", "turn_end"), [(None, set()), (CHATML, {3})])
+@pytest.mark.parametrize("chat, turn_end", [(None, set()), (CHATML, {3})])
 def test_end_tokens(chat, turn_end):
     """EOS, the end of a chat's turn, and the ends of the model's own generation_config.json."""
     tokenizer = make_tokenizer(chat)
@@ -223,7 +223,7 @@ NONE = (None, None)
 
 
 @pytest.mark.parametrize(
-    ("count", "given", "expected"),
+    "count, given, expected",
     [
         (0, {}, NONE),
         (39, {}, NONE),

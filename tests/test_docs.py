@@ -126,7 +126,7 @@ def program_of(words):
 
 
 @pytest.mark.parametrize(
-    ("page", "words"),
+    "page, words",
     commands(),
     ids=lambda value: " ".join(value)[:70] if isinstance(value, tuple) else value,
 )

@@ -69,7 +69,7 @@ def fast(hidden, head, targets, upstream, kernel=None):
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize(
-    ("T", "V"),
+    "T, V",
     [
         (0, 37),
         (1, 2),
@@ -127,7 +127,7 @@ def test_probability_near_one_and_near_zero():
 
 
 @pytest.mark.parametrize(
-    ("hidden_dtype", "head_dtype", "value_error", "gradient_error"),
+    "hidden_dtype, head_dtype, value_error, gradient_error",
     [
         (F32, F32, 2e-5, 2e-5),
         (BF16, BF16, 2e-5, 2e-2),

@@ -67,7 +67,7 @@ VALUES = [(train_offline.main, *case) for case in BOTH + OFFLINE]
 VALUES += [(train_online.main, *case) for case in BOTH + ONLINE]
 
 
-@pytest.mark.parametrize(("main", "flag", "values"), VALUES)
+@pytest.mark.parametrize("main, flag, values", VALUES)
 def test_values_that_no_run_can_have(bad, main, flag, values):
     """The line names the flag, or what its value breaks."""
     options = {"epochs": 3}
@@ -97,7 +97,7 @@ FILES += [("config.json", change) for change in CONFIGS]
 FILES += [("tokenizer.json", text) for text in ("null", "{}", "{")]
 
 
-@pytest.mark.parametrize(("name", "change"), FILES, ids=str)
+@pytest.mark.parametrize("name, change", FILES, ids=str)
 def test_a_file_of_a_model_that_is_none(bad, folders, tmp_path, name, change):
     folder = copy_tree(folders["llama"], tmp_path / "model")
     file = folder / name
@@ -116,7 +116,7 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected"),
+    "limits, expected",
     [
         ({"sliding_window": 16}, 16),
         ({"sliding_window": 500}, 128),

@@ -175,7 +175,7 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize(
-    ("rows", "losses", "gamma"),
+    "rows, losses, gamma",
     [
         ([0, -1], [1.0, 1.0], 1.0),
         ([0, 11], [1.0, 1.0], 1.0),
@@ -212,7 +212,7 @@ def test_eq_penalty_schedule():
 
 
 @pytest.mark.parametrize(
-    ("epoch", "rho_start", "rho_step"),
+    "epoch, rho_start, rho_step",
     [
         (9, 0.1, 0.1),
         (3, 0.3, -0.1),
@@ -328,7 +328,7 @@ def test_diagnostics_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("logits", "uniform", "collapsed"),
+    "logits, uniform, collapsed",
     [
         (torch.zeros(300), True, False),
         (torch.linspace(0, 0.09, 300), True, False),

@@ -114,7 +114,7 @@ def test_eq_omega_step_by_its_formula(train, files, omega_loss):
     assert any(abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries)
 
 
-@pytest.mark.parametrize(("rho", "dtype"), [(0.5, "float32"), (0.6, "float64")])
+@pytest.mark.parametrize("rho, dtype", [(0.5, "float32"), (0.6, "float64")])
 def test_eq_frozen_uniform_bds_is_direct_mixing(train, files, rho, dtype):
     """Deviation 3: with omega frozen at uniform and rho fixed, BDS *is* mixing, bit for bit; with
     omega free it is not."""

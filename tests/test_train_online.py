@@ -169,7 +169,7 @@ def test_eq_online_run_in_float64(online, files, folders, adapters, states, case
             assert (abs(step["ratio_mean"] - 1) > 1e-4) == (k != first)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 1e-4)])
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-6), ("float32", 1e-4)])
 def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, tolerance):
     """Choice 10: old log-probs are scored by the training forward, so r = 1 at the step of the
     refresh, to rounding, whatever the temperature; later it is not."""
@@ -436,7 +436,7 @@ def test_a_ranking_masks_the_rows_that_it_does_not_keep(
     refused(online, paths, out="other", **method)
 
 
-@pytest.mark.parametrize(("k_gen", "best"), [(50, 1), (1, 7)])
+@pytest.mark.parametrize("k_gen, best", [(50, 1), (1, 7)])
 def test_a_dynamic_mask_that_only_the_first_step_drew_is_a_random_one(
     online, files, k_gen, best
 ):

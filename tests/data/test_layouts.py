@@ -48,7 +48,7 @@ def load(load):
 
 
 @pytest.mark.parametrize(
-    ("layout", "row", "prompt", "response"),
+    "layout, row, prompt, response",
     [
         ("alpaca", '{"instruction": "i", "input": "", "output": "o"}', "i", "o"),
         ("alpaca", '{"instruction": "i", "input": "x", "output": "o"}', "i\nx", "o"),

@@ -50,7 +50,7 @@ def pair(prompt, chosen, rejected):
 # --- levels ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trusted", "held_out"), [(5, 1), (40, 4), (6000, 500)])
+@pytest.mark.parametrize("trusted, held_out", [(5, 1), (40, 4), (6000, 500)])
 def test_a_tenth_is_held_out(levels, trusted, held_out):
     loaded = levels(lower=make_rows(3, 1), upper=make_rows(trusted, 2))
     assert len(loaded.upper_heldout) == held_out

@@ -77,7 +77,7 @@ def test_surrogate_halves_do_not_crash(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    "name, content, message",
     [
         ("x.jsonl", "\n \n", "holds no rows"),
         ("x.jsonl", LINE.encode("utf-16"), r"x.jsonl: .*\(line 1: not valid JSON"),
@@ -138,7 +138,7 @@ HEAD = "prompt,response\na,b\n"
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "name, content",
     {
         "cut.jsonl": LINE + '{"prompt": "a", \n' + LINE,
         "deep.jsonl": LINE + DEEP + "\n" + LINE,
@@ -195,7 +195,7 @@ TEXT = pyarrow.array([b"b"] * 1500 + [b"\xff\xfe"]).view(pyarrow.string())
 LATE = pyarrow.array([0] * 1500 + [2**45], pyarrow.timestamp("s"))  # after the year 9999
 
 
-@pytest.mark.parametrize(("response", "when"), [(TEXT, [0] * 1501), (["b"] * 1501, LATE)])
+@pytest.mark.parametrize("response, when", [(TEXT, [0] * 1501), (["b"] * 1501, LATE)])
 def test_a_value_that_python_cannot_hold(load, tmp_path, response, when):
     table = pyarrow.table({"prompt": ["a"] * 1501, "response": response, "when": when})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
@@ -301,7 +301,7 @@ def test_a_folder_with_the_same_rows_in_two_formats(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "asked"),
+    "source, asked",
     [
         ("some/rows", ("some/rows", None, "train")),
         ("some/rows@test", ("some/rows", None, "test")),
@@ -364,7 +364,7 @@ CASES = ROOT.parent / "shared" / "cases"
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "fact"),
+    "name, count, fact",
     [
         ("parts_value_user.jsonl", 6, ""),
         ("nested_pretty.json", 6, ""),

@@ -78,7 +78,7 @@ def test_no_merge_across_the_border(load):
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "expected"),
+    "template, row, expected",
     [
         (None, ("x", "y"), "User: x\nAssistant:⟦ y<eos>⟧"),
         ("Q: {prompt}\\nA:\\n{response}", ("x", "y"), "Q: x\nA:⟦\ny<eos>⟧"),
@@ -117,7 +117,7 @@ def test_turns_of_a_conversation(load):
 
 
 @pytest.mark.parametrize(
-    ("template", "written", "text"),
+    "template, written, text",
     [
         ("Q: {prompt}\nA: {response}\n###", " red\n###<eos>", "red"),
         (
@@ -146,7 +146,7 @@ def test_the_template_around_an_empty_question():
 
 
 @pytest.mark.parametrize(
-    ("chat", "head", "middle", "end"),
+    "chat, head, middle, end",
     [
         (
             CHATML,
@@ -221,7 +221,7 @@ SPOKEN = "Write <think> first, then </think> last, as in HTML."
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "prompt", "front"),
+    "template, text, prompt, front",
     [
         (chat(DELETED), REASONED, "", ""),
         (chat(DELETED), SPOKEN, "", ""),
@@ -250,7 +250,7 @@ def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    "answer, expected",
     [
         ("{{ m['content'] }}", "⟦ red \n<|im_end|>⟧"),
         ("{{ m['content'] | trim }}", "⟦red<|im_end|>⟧"),
@@ -263,7 +263,7 @@ def test_a_template_may_trim_an_answer(load, answer, expected):
 
 
 @pytest.mark.parametrize(
-    ("template", "middle", "last"),
+    "template, middle, last",
     [
         (chat(DELETED), "b<|im_end|>", "d<|im_end|>"),
         (chat(end="<|im_end|>", last="<eos>"), "b<|im_end|>", "d<|im_end|>\n<eos>"),
@@ -289,7 +289,7 @@ def test_every_turn_ends_as_the_template_ends_it(load, template, middle, last):
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    "template, reason",
     [
         (chat("{{ m['content'][:0] }}"), "the template changes the answer"),
         (chat("{{ m['content'] }} {{ m['content'] }}"), "the template changes the answer"),
@@ -471,7 +471,7 @@ NO_SYSTEM = (
 
 
 @pytest.mark.parametrize(
-    ("name", "template", "count"),
+    "name, template, count",
     [
         ("reasoning", chat(DELETED), 12),
         ("reasoning", chat(REWRITTEN, "<think>\n"), 12),

@@ -17,7 +17,7 @@ def compared(*folders):
 
 
 @pytest.mark.parametrize(
-    ("freedom", "value"),
+    "freedom, value",
     [
         (1, 12.7062),
         (3, 3.1824),
@@ -129,7 +129,7 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "args"),
+    "data, args",
     [
         ({"upper_heldout": "x"}, {}),  # edited in place
         ({"lower": "x"}, {}),
@@ -157,7 +157,7 @@ def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
 
 
 @pytest.mark.parametrize(
-    ("data", "args"),
+    "data, args",
     [
         ({"lower": "x"}, {"keep": "k"}),  # a part of the same rows
         ({"lower": "x"}, {"lower_limit": 40, "seed": 1}),  # what the seed draws

@@ -148,7 +148,7 @@ def test_a_long_table_holds_flagged_rows_and_both_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("label", "words"),
+    "label, words",
     [
         ("base_loss", "run --keep-fraction 0.8 --by base_loss"),
         ("weight", "The best ranking of run is weight"),
@@ -228,7 +228,7 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         ({"hash": "another"}, "belongs to other data"),
         ({"row_id": 77}, "belongs to other data"),

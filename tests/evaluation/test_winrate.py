@@ -179,7 +179,7 @@ def test_base_and_adapter_of_a_run_differ(tmp_path, files, train, folders):
     assert names == ["run", "run (base)", str(folders["llama"])]
 
 
-@pytest.mark.parametrize(("words", "room"), [(200, 7), (40, 120)])
+@pytest.mark.parametrize("words, room", [(200, 7), (40, 120)])
 def test_a_prompt_without_room_for_its_answer_is_refused(
     tmp_path, folders, refused, words, room
 ):
@@ -194,7 +194,7 @@ def test_a_prompt_without_room_for_its_answer_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    "text, verdict",
     [
         ("A", 1.0),
         ("b", 2.0),

@@ -8,7 +8,7 @@ from paper.__main__ import main
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    "words, what",
     [
         ("table3 --scale small", "name the rows"),
         ("table1 --data '--lower x'", "the toy has rows of its own"),

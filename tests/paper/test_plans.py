@@ -33,7 +33,7 @@ def parse_command(words):
     return name, importlib.import_module(name).parse_args(words[1:])
 
 
-@pytest.mark.parametrize(("target", "scale"), TARGETS)
+@pytest.mark.parametrize("target, scale", TARGETS)
 def test_every_planned_command_parses(target, scale, here, capsys):
     """Also those of the paper's scale, which no test can run."""
     lines = listed(capsys, target, "--scale", scale)

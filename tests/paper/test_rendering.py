@@ -82,7 +82,7 @@ def test_files_stand_side_by_side(stored):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    "text, what",
     [
         ("<!-- begin t e -->\n<!-- end t -->\n", "results/t.json has no column"),
         ("<!-- begin gone a -->\n<!-- end gone -->\n", "results/gone.json has no column"),

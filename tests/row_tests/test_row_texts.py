@@ -163,7 +163,7 @@ Draft a signature with a line break => Bob<br>CEO
 """
 
 
-@pytest.mark.parametrize(("question", "answer"), asked_for(FINE))
+@pytest.mark.parametrize("question, answer", asked_for(FINE))
 def test_what_a_question_asks_for_is_no_fault(question, answer):
     assert reason_of(question, answer) is None
 
@@ -343,7 +343,7 @@ Wrap it in [INST] and [/INST]. | x\nHuman: creative\nMachine: fast
 
 
 @pytest.mark.parametrize(
-    ("answer", "goes_on"),
+    "answer, goes_on",
     [(answer, True) for answer in listed(GOES_ON)]
     + [(answer, False) for answer in listed(ENDS)],
 )
@@ -401,7 +401,7 @@ LANGUAGES = (
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    "answer, reason",
     [
         ("", "placeholder"),
         (" \n", "placeholder"),
@@ -465,7 +465,7 @@ Show the ChatML format. => Like this:\n<|im_start|>user\nHi<|im_end|>
 """
 
 
-@pytest.mark.parametrize(("asked", "answer"), asked_for(TURNS))
+@pytest.mark.parametrize("asked, answer", asked_for(TURNS))
 def test_turns_that_were_asked_for(asked, answer):
     assert reason_of(asked, answer) is None
     assert reason_of("What is it?", answer) == "turn"

@@ -157,7 +157,7 @@ def swap(file, _):
 
 @pytest.mark.parametrize("name", ["state.pt", "adapter.safetensors"])
 @pytest.mark.parametrize(
-    ("damage", "share"),
+    "damage, share",
     [(flip, 0.5), (flip, 1), (cut, 0), (cut, 0.5), (cut, 0.99), (swap, 0)],
 )
 def test_a_cut_or_edited_checkpoint_is_refused(tmp_path, model, name, damage, share):

@@ -311,7 +311,7 @@ def test_two_killed_and_two_again_go_on_bit_for_bit(options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         ("epochs", 30),
         ("keep", "missing.jsonl"),
@@ -360,7 +360,7 @@ def as_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"),
+    "rank, expected",
     [(0, [[0], [3], [6]]), (1, [[1], [4], [7]]), (2, [[2], [5], []])],
 )
 def test_processes_of_a_sharded_base_run_equally_many_forwards(

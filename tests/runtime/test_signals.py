@@ -67,7 +67,7 @@ except BaseException as error:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.slow)]
+    "number, code", [CODES[0], pytest.param(*CODES[1], marks=pytest.mark.slow)]
 )
 def test_a_signal_is_one_line_with_the_command_that_goes_on(
     forks, folders, tmp_path, number, code

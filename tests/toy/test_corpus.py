@@ -32,7 +32,7 @@ def base():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words, expected",
     [
         ([], "70f4e8991d71fa9f"),
         (["--seed", "3"], "b6d2a4b10b2087e1"),
@@ -109,7 +109,7 @@ def test_every_row_is_what_it_claims(sets):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "right", "contrary"),
+    "prompt, right, contrary",
     [
         ("Sort the list: 4 1 7 2", "1 2 4 7", "7 4 2 1"),
         ("Turn the list once: a b c d", "b c d a", "d a b c"),
