@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from runtime import command
+from utils import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 CHATML = (
@@ -404,6 +405,12 @@ def refused(capfd):
         return lines[-1]
 
     return check
+
+
+def fails(message, call, *args, **options):
+    """Asserts that call(...) ends in a UserError with that message, a regular expression."""
+    with pytest.raises(UserError, match=message):
+        call(*args, **options)
 
 
 @pytest.fixture

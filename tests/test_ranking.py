@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 from by_hand import token_logps, tokens_of
-from conftest import make_llama, make_rows, read_rows, row_ids, write_rows
+from conftest import fails, make_llama, make_rows, read_rows, row_ids, write_rows
 
 import batches
 import logprobs
@@ -14,7 +14,7 @@ from batches import mean_losses, row_losses
 from data.tokens import load_rows
 from ranking import kept_by
 from selector import Selector
-from utils import UserError, table
+from utils import table
 
 # --- ranking files --------------------------------------------------------------------------------
 
@@ -74,8 +74,7 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
     if first == second:
         assert kept_by(numbered(3), file) == [None, True, None]
         return
-    with pytest.raises(UserError, match="row 2: row_id 1 has another line that says other"):
-        kept_by(numbered(3), file)
+    fails("row 2: row_id 1 has another line that says other", kept_by, numbered(3), file)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,7 @@ def test_a_row_that_is_kept_and_not_kept_is_refused(tmp_path, first, second):
 )
 def test_a_ranking_of_other_data_or_without_verdicts_is_refused(tmp_path, line):
     file = write_rows(tmp_path / "ranking.jsonl", [line])
-    with pytest.raises(UserError, match=r"row_id|kept|ranking.jsonl: unhashable"):
-        kept_by(numbered(3), file)
+    fails(r"row_id|kept|ranking.jsonl: unhashable", kept_by, numbered(3), file)
 
 
 def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
@@ -105,8 +103,7 @@ def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
     assert ranking.weights_of(both, file).tolist() == [1, 0, 3, 4]
     assert kept_by(numbered(2, "b.jsonl"), file) == [True, True]
     assert "2 rows that" in capsys.readouterr().out
-    with pytest.raises(UserError, match="keeps none"):
-        kept_by(numbered(2, "c.jsonl"), file)
+    fails("keeps none", kept_by, numbered(2, "c.jsonl"), file)
     assert "must be named as they were" in capsys.readouterr().out
     ranking.write_ranking(file, numbered(2), torch.tensor([1.0, 0]), 0.5, {})
     assert kept_by(numbered(2, "moved.jsonl"), file) == [True, False]
@@ -116,8 +113,7 @@ def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
 def test_weights_that_no_row_can_have_are_refused(tmp_path, weight):
     line = {"row_id": 0, "hash": "0", "weight": weight}
     file = write_rows(tmp_path / "ranking.jsonl", [line])
-    with pytest.raises(UserError, match="weight"):
-        ranking.weights_of(numbered(1), file)
+    fails("weight", ranking.weights_of, numbered(1), file)
 
 
 def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
@@ -131,8 +127,7 @@ def test_a_mask_leaves_rows_alone_that_its_file_does_not_list(tmp_path, capsys):
     assert "2 of the 4 rows are not listed in" in capsys.readouterr().out
     for verdict in (True, False):
         file = ranked_rows(tmp_path, [(0, verdict)])
-        with pytest.raises(UserError, match="keep"):
-            ranking.rows_not_kept(numbered(1), file)
+        fails("keep", ranking.rows_not_kept, numbered(1), file)
 
 
 # --- scores ---------------------------------------------------------------------------------------

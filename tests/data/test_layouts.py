@@ -8,7 +8,7 @@ import re
 from decimal import Decimal
 
 import pytest
-from conftest import CHATML, make_tokenizer, reasons
+from conftest import CHATML, fails, make_tokenizer, reasons
 
 from data import layouts
 from utils import UserError, content_hash
@@ -132,8 +132,7 @@ def test_named_columns(load, columns):
     ],
 )
 def test_wrong_names_of_columns(load, columns):
-    with pytest.raises(UserError, match=r"--lower-columns"):
-        load('{"q": "p", "a": "r"}', columns=columns)
+    fails(r"--lower-columns", load, '{"q": "p", "a": "r"}', columns=columns)
 
 
 def test_a_label_may_be_named_alone(load):
@@ -258,11 +257,9 @@ def test_a_file_that_is_mostly_bad_is_refused_with_three_rows(load):
         r"source\.jsonl: 6 of 10 rows cannot be used \(line 5: the row is not an object \(int\); "
         r'line 6: the row is not an object \(list\); line 7: no column "messages"\)$'
     )
-    with pytest.raises(UserError, match=message):
-        load(*source)
+    fails(message, load, *source)
     assert len(load(good, *source[:9])[0]) == 5, "half of the rows is enough"
-    with pytest.raises(UserError, match=r"\(int\)\)$"):  # it has no columns to name
-        load("1")
+    fails(r"\(int\)\)$", load, "1")  # it has no columns to name
 
 
 def test_an_unknown_layout_is_refused_with_its_columns(load):

@@ -4,10 +4,9 @@ from os.path import relpath
 from types import SimpleNamespace
 
 import pytest
-from conftest import make_rows, make_tokenizer, read_rows, reasons, write_rows
+from conftest import fails, make_rows, make_tokenizer, read_rows, reasons, write_rows
 
 from data import sets, tokens
-from utils import UserError
 
 
 @pytest.fixture
@@ -94,8 +93,13 @@ def test_held_out_questions_train_on_no_level(levels, capsys):
     said = ", 3 rows set aside (its prompt is held out: 3)"
     assert sets.left_out(loaded.reports["lower"]) == said
     assert "prompts of lower rows that upper rows have too: 2" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"lower: every row has a prompt that is held out"):
-        levels(lower=rows[:8], upper=rows[10:], upper_heldout=rows[:10])
+    fails(
+        r"lower: every row has a prompt that is held out",
+        levels,
+        lower=rows[:8],
+        upper=rows[10:],
+        upper_heldout=rows[:10],
+    )
 
 
 def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
@@ -123,13 +127,13 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
         (second, "row 3"),
     ]
     assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
-    with pytest.raises(UserError, match="one source is named twice"):
-        levels(lower=[first, f"./{relpath(first)}"])
-    with pytest.raises(
-        UserError,
-        match=r"no row has a column that --lower-columns prompt=q,response=a names",
-    ):
-        levels(lower=[first, second], lower_columns="prompt=q,response=a")
+    fails("one source is named twice", levels, lower=[first, f"./{relpath(first)}"])
+    fails(
+        r"no row has a column that --lower-columns prompt=q,response=a names",
+        levels,
+        lower=[first, second],
+        lower_columns="prompt=q,response=a",
+    )
 
 
 def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(levels):
@@ -178,8 +182,7 @@ def test_split_held_out_is_disjoint_by_prompt_and_of_its_seed(load):
     assert list(sets.split_held_out(rows, 20, seed=0)[1]["row_id"]) == ids
     assert list(sets.split_held_out(rows, 20, seed=1)[1]["row_id"]) != ids
     for count in (0, 90):
-        with pytest.raises(UserError, match=r"cannot hold out"):
-            sets.split_held_out(rows, count, 0)
+        fails(r"cannot hold out", sets.split_held_out, rows, count, 0)
 
 
 def test_prompt_overlap_is_up_to_whitespace_and_composition(load):
@@ -230,10 +233,13 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     rows, report = load(source, read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1]}
     assert list(rows["row_id"]) == [0]
-    with pytest.raises(UserError, match=r"no pair with two different responses"):
-        load(source[1:], read=sets.load_pairs)
-    with pytest.raises(UserError, match=r"3 of 3 rows .*line 1: no rejected answer"):
-        load(make_rows(3, 1), read=sets.load_pairs)
+    fails(r"no pair with two different responses", load, source[1:], read=sets.load_pairs)
+    fails(
+        r"3 of 3 rows .*line 1: no rejected answer",
+        load,
+        make_rows(3, 1),
+        read=sets.load_pairs,
+    )
     rows, report = load([*source, make_rows(1, 1)[0]], read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
 
@@ -299,10 +305,12 @@ def test_check_vocabulary(load):
     config.get_text_config = lambda: config
     sets.check_vocabulary({"lower": rows}, config)
     config.vocab_size = largest
-    with pytest.raises(
-        UserError, match=rf"lower: .* token {largest}, .* has {largest} tokens"
-    ):
-        sets.check_vocabulary({"lower": rows}, config)
+    fails(
+        rf"lower: .* token {largest}, .* has {largest} tokens",
+        sets.check_vocabulary,
+        {"lower": rows},
+        config,
+    )
 
 
 def test_the_hash_of_rows_is_that_of_their_content(load):

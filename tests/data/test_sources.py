@@ -11,7 +11,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, make_tokenizer, reasons
+from conftest import ROOT, fails, make_tokenizer, reasons
 
 from data import layouts, sets, sources, tokens
 from runtime.hub import hub_answers
@@ -67,8 +67,7 @@ def test_file_kinds_agree(load, tmp_path):
         assert set(rows["source"]) == {str(tmp_path / source)}
         assert rows.remove_columns("source").to_dict() == expected, source
     assert load("splits@test")[0]["prompt"][:] == ["c"]
-    with pytest.raises(UserError, match=r"splits: .*dev"):
-        load("splits@dev")
+    fails(r"splits: .*dev", load, "splits@dev")
 
 
 def test_surrogate_halves_do_not_crash(load, tmp_path):
@@ -119,13 +118,10 @@ def test_nameless_columns_pass(load, tmp_path):
 
 def test_names_that_are_no_file(load, tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(UserError, match=r"pipe.jsonl: no data file"):
-        load("pipe.jsonl")
+    fails(r"pipe.jsonl: no data file", load, "pipe.jsonl")
     write(tmp_path / "x.jsonl")
-    with pytest.raises(UserError, match=r"x.jsonl: no data file.* or a split"):
-        load("x.jsonl@test")
-    with pytest.raises(UserError, match=r"nowhere: no such file or folder"):
-        load("nowhere@test")
+    fails(r"x.jsonl: no data file.* or a split", load, "x.jsonl@test")
+    fails(r"nowhere: no such file or folder", load, "nowhere@test")
     write(tmp_path / "y@test.jsonl")
     assert len(load("y@test.jsonl")[0]) == 1
 
@@ -170,14 +166,14 @@ def test_no_memory_names_the_file(load, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("data.tokens.Reader._tokenise", full)
-        with pytest.raises(UserError, match=r"source.jsonl: no memory for its rows"):
-            load([{"prompt": "a", "response": "b"}])
+        fails(
+            r"source.jsonl: no memory for its rows",
+            load,
+            [{"prompt": "a", "response": "b"}],
+        )
     monkeypatch.setattr(sources, "_decode", full)
     write(tmp_path / "x.jsonl")
-    with pytest.raises(
-        UserError, match=r"x.jsonl: no memory for the rows behind the start"
-    ):
-        load("x.jsonl")
+    fails(r"x.jsonl: no memory for the rows behind the start", load, "x.jsonl")
 
 
 def test_rows_under_a_key(load, tmp_path, capsys):
@@ -207,8 +203,7 @@ def test_a_value_that_python_cannot_hold(load, tmp_path, response, when):
 def test_two_columns_of_one_name(load, tmp_path):
     table = pyarrow.table([["a"], ["b"], ["c"]], names=["prompt", "response", "response"])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x.parquet behind the start: two columns"):
-        load("x.parquet")
+    fails(r"x.parquet behind the start: two columns", load, "x.parquet")
 
 
 @pytest.mark.parametrize("kind", [datasets.Image(), datasets.Audio()])
@@ -263,8 +258,7 @@ def test_folder_of_files(load, tmp_path, capsys):
     assert "set: reads 2 of 5 files" in capsys.readouterr().out
     rows, _ = load("set@test")
     assert rows["prompt"][:] == ["test/part.jsonl"]
-    with pytest.raises(UserError, match=r"set: no .*file of a split 'dev'"):
-        load("set@dev")
+    fails(r"set: no .*file of a split 'dev'", load, "set@dev")
     write(tmp_path / "other" / "B.JSONL")
     write(tmp_path / "other" / "readme.md")
     assert len(load("other")[0]) == 1
@@ -280,15 +274,13 @@ def test_held_out_files_of_a_folder_are_not_training_rows(load, tmp_path, word, 
     assert said in capsys.readouterr().out
     assert load(f"set@{word}")[0]["prompt"][:] == [word]
     write(tmp_path / "other" / f"{word}.jsonl")
-    with pytest.raises(UserError, match=r"name a split as .*other@test"):
-        load("other")
+    fails(r"name a split as .*other@test", load, "other")
 
 
 def test_a_folder_with_the_same_rows_in_two_formats(load, tmp_path):
     for name in ("data.json", "data.JSONL"):
         write(tmp_path / "set" / name)
-    with pytest.raises(UserError, match=r"data.JSONL and data.json may hold the same rows"):
-        load("set")
+    fails(r"data.JSONL and data.json may hold the same rows", load, "set")
     write(tmp_path / "parts" / "a.en.jsonl")
     write(tmp_path / "parts" / "a.fr.jsonl")
     write(tmp_path / "parts" / "b.fr.jsonl", LINE + "\n3\n" + LINE)
@@ -352,8 +344,13 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setattr(datasets.config, name, False)  # put back after the test
     start = time.time()
-    with pytest.raises(UserError, match=r"nobody/nothing:main: .*hub cannot be reached"):
-        tokens.load_rows("nobody/nothing:main", make_tokenizer(), cache_dir=tmp_path)
+    fails(
+        r"nobody/nothing:main: .*hub cannot be reached",
+        tokens.load_rows,
+        "nobody/nothing:main",
+        make_tokenizer(),
+        cache_dir=tmp_path,
+    )
     assert time.time() - start < 5
     assert capsys.readouterr().out.count("note: the hub cannot be reached") == 1
 

@@ -2,13 +2,12 @@
 
 import pytest
 import tokenizers
-from conftest import CHATML, ROOT, make_tokenizer, read_rows
+from conftest import CHATML, ROOT, fails, make_tokenizer, read_rows
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
 from data.layouts import Unusable
 from data.templates import TEMPLATE, segments_of, special_tokens
-from utils import UserError
 
 LLAMA3 = (
     "<bos>{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_end|>\n\n"
@@ -105,8 +104,7 @@ def test_prompt_never_ends_in_whitespace(load, template, row, expected):
     ],
 )
 def test_bad_template(load, template):
-    with pytest.raises(UserError, match=r"--template"):
-        load(make_tokenizer(), ("a", "b"), template=template)
+    fails(r"--template", load, make_tokenizer(), ("a", "b"), template=template)
 
 
 def test_turns_of_a_conversation(load):
@@ -354,8 +352,9 @@ def test_end_tokens_of_a_plain_template():
     ],
 )
 def test_rows_that_a_chat_template_refuses_are_dropped(load, broken):
-    with pytest.raises(UserError, match=r"the template refuses it: \w+"):
-        load(make_tokenizer(broken + CHATML), ("a", "b"))
+    fails(
+        r"the template refuses it: \w+", load, make_tokenizer(broken + CHATML), ("a", "b")
+    )
     some = "{% if messages[0]['content'] == 'a' %}" + broken + "{% endif %}" + CHATML
     if "for" not in broken:
         assert list(load(make_tokenizer(some), ("a", "b"), ("c", "d"))["row_id"]) == [1]
@@ -459,8 +458,12 @@ def test_unknown_characters(load):
     tokenizer = word_level(words, {"unk_token": "<unk>"})
     row = load(tokenizer, ("a", "b zzz"), template="{prompt} {response}")[0]
     assert row["input_ids"] == [2, 3, 0, 1]
-    with pytest.raises(UserError, match=r"the tokenizer cannot encode some text"):
-        load(word_level({"<eos>": 0, "a": 1}, {}), ("a", "b"))
+    fails(
+        r"the tokenizer cannot encode some text",
+        load,
+        word_level({"<eos>": 0, "a": 1}, {}),
+        ("a", "b"),
+    )
 
 
 # --- what public reports are made of --------------------------------------------------------------

@@ -9,10 +9,19 @@ import subprocess
 
 import pytest
 import torch
-from conftest import CHATML, ROOT, make_rows, make_tokenizer, python, reasons, write_rows
+from conftest import (
+    CHATML,
+    ROOT,
+    fails,
+    make_rows,
+    make_tokenizer,
+    python,
+    reasons,
+    write_rows,
+)
 
 from data import layouts, messages, sources, tokens
-from utils import UserError, content_hash, write_atomic
+from utils import content_hash, write_atomic
 
 
 def pairs(*texts):
@@ -68,8 +77,7 @@ def test_a_prompt_of_max_length_tokens_is_dropped(load):
     count = len(make_tokenizer()("User: red\nAssistant:")["input_ids"])
     rows, _ = load(pairs(("red", "x")), max_length=count + 1)
     assert sum(rows[0]["trained"]) == 1
-    with pytest.raises(UserError, match=r"line 1: the prompt is too long"):
-        load(max_length=count)
+    fails(r"line 1: the prompt is too long", load, max_length=count)
     talk = "\n\nHuman: red\n\nAssistant: b\n\nHuman: c?\n\nAssistant: d"
     _, report = load([{"chosen": talk, "rejected": ""}], turns="all", max_length=count + 1)
     assert report["rows_kept"] == 1, "of a conversation, the first question alone"
@@ -152,8 +160,7 @@ def test_a_limit_takes_every_row_as_often():
 
 
 def test_a_tokenizer_without_eos_is_refused(load):
-    with pytest.raises(UserError, match=r"eos_token"):
-        load(pairs(("a", "b")), make_tokenizer(eos=False))
+    fails(r"eos_token", load, pairs(("a", "b")), make_tokenizer(eos=False))
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -188,8 +195,7 @@ def test_rows_are_tokenised_once_and_memory_mapped(load, reads, tmp_path):
     assert set(copy["source"]) == {str(tmp_path / "copy.jsonl")}
     for report in (tmp_path / "cache").glob("rows-*.json"):
         report.unlink()
-    with pytest.raises(UserError, match=r"cache: this cache is damaged, delete it"):
-        load("copy.jsonl")
+    fails(r"cache: this cache is damaged, delete it", load, "copy.jsonl")
 
 
 def test_every_setting_is_part_of_the_key(load, reads):
@@ -234,8 +240,7 @@ def test_a_source_that_is_written_while_it_is_read(load, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(sources, "_decode", write_then_decode)
     if changes:
-        with pytest.raises(UserError, match=r"has changed while it was read"):
-            load(make_rows(5, 1))
+        fails(r"has changed while it was read", load, make_rows(5, 1))
         assert not list(tmp_path.rglob("*.arrow"))
     else:
         assert len(load(make_rows(5, 1))[0]) == 5
@@ -306,9 +311,10 @@ def test_messages_are_read_again_by_key_and_hash(load, tmp_path):
 
 def test_a_file_of_an_unknown_layout_is_not_read_as_an_empty_one(tmp_path):
     path = write_rows(tmp_path / "source.jsonl", [{"q": "a", "a": "b"}])
-    with pytest.raises(
-        UserError, match=r"source.jsonl: no row can be used \(unknown layout\); "
-    ):
-        list(messages.read_messages(path))
+    fails(
+        r"source.jsonl: no row can be used \(unknown layout\); ",
+        list,
+        messages.read_messages(path),
+    )
     (row,) = messages.read_messages(path, "prompt=q,response=a")
     assert row.messages[1]["content"] == "b"

@@ -7,7 +7,7 @@ import json
 import re
 
 import torch
-from conftest import change_json, read_json, seeded, write_rows
+from conftest import change_json, read_json, read_rows, seeded, write_rows
 from safetensors.torch import save_file
 
 import eval as front
@@ -36,15 +36,16 @@ def evaluate(*words):
     front.main([str(word) for word in words])
 
 
-def fabricate(folder, rows=40, epochs=2, finished=True, losses=(0.5, 0.3), **args):
+def fabricate(folder, rows=40, epochs=2, finished=True, losses=(0.5, 0.3), data=(), **args):
     """A run folder as the training scripts write it, without training: three steps an epoch.
 
-    losses: the held-out upper loss after the first and the last epoch; args: values of config.json.
+    losses: the held-out upper loss after the first and the last epoch; data: hashes of its rows, by
+    level; args: values of config.json.
     """
     folder.mkdir(parents=True)
     args = ARGUMENTS | {"epochs": epochs} | args
     config = {"args": args, "environment": {"torch": "2"}}
-    config["data"] = {"lower": "a", "upper_heldout": "b"}
+    config["data"] = {"lower": "a", "upper_heldout": "b"} | dict(data)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "weights").mkdir()
     generator = seeded(args["seed"])
@@ -101,6 +102,13 @@ def finish(folder, omega, args, loss):
         "lower_original": 1.0,
     }
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def change_rows(run, change):
+    """The rows of a run's ranking with what change(row) gives; they are written."""
+    rows = [row | change(row) for row in read_rows(run / "weights.jsonl")]
+    write_rows(run / "weights.jsonl", rows)
+    return rows
 
 
 def add_texts(folder, text, entries):

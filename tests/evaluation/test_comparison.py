@@ -5,8 +5,8 @@ import re
 
 import pytest
 from by_hand import count_pairs
-from conftest import change_json, read_json, read_rows, write_rows
-from fabricated import evaluate, fabricate
+from conftest import change_json, read_json
+from fabricated import change_rows, evaluate, fabricate
 
 from evaluation.comparison import comparison_rows, final_metrics, student_t, without_seed
 from evaluation.runs import Run
@@ -95,8 +95,7 @@ def test_a_decimal_is_no_seed():
 
 def test_a_kind_cannot_steer_the_terminal_or_fill_it(tmp_path, capfd):
     run = fabricate(tmp_path / "run")
-    rows = [r | {"kind": "\x1b[2J" + "x" * 5000} for r in read_rows(run / "weights.jsonl")]
-    write_rows(run / "weights.jsonl", rows)
+    change_rows(run, lambda row: {"kind": "\x1b[2J" + "x" * 5000})
     evaluate("compare", run)
     text = capfd.readouterr().out
     assert "weight/auroc/" in text
@@ -108,9 +107,8 @@ def test_a_model_whose_name_holds_a_seed_is_one_model(tmp_path):
     """Seed 2 and SmolLM2; the lower rows are drawn by the seed."""
     runs = []
     for seed in range(4):
-        name = tmp_path / f"seed-{seed}"
-        runs.append(fabricate(name, seed=seed, model="SmolLM2-1b", lower_limit=9))
-        change_json(runs[-1] / "config.json", data={"lower": str(seed)})
+        given = {"model": "SmolLM2-1b", "lower_limit": 9, "data": {"lower": str(seed)}}
+        runs.append(fabricate(tmp_path / f"seed-{seed}", seed=seed, **given))
     assert [row["n"] for row in compared(*runs)] == [4]
 
 
@@ -118,13 +116,9 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
     runs = []
     for seed in (3, 4):
         files = {name: f"made/{seed}/{name}.jsonl" for name in ("lower", "upper_heldout")}
-        run = fabricate(
-            tmp_path / f"seed-{seed}", seed=seed, mask=f"r{seed}/kept.jsonl", **files
-        )
-        change_json(
-            run / "config.json", data={"lower": str(seed), "upper_heldout": f"x{seed}"}
-        )
-        runs.append(run)
+        files["mask"] = f"r{seed}/kept.jsonl"
+        files["data"] = {"lower": str(seed), "upper_heldout": f"x{seed}"}
+        runs.append(fabricate(tmp_path / f"seed-{seed}", seed=seed, **files))
     assert [row["n"] for row in compared(*runs)] == [2]
 
 
@@ -148,8 +142,7 @@ def test_files_made_anew_for_every_seed_are_one_source(tmp_path):
 def test_runs_of_different_data_do_not_compare(tmp_path, refused, data, args):
     limit = args.get("lower_limit")
     first = fabricate(tmp_path / "first", lower_limit=limit)
-    other = fabricate(tmp_path / "other", **args)
-    change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
+    other = fabricate(tmp_path / "other", data=data, **args)
     for command in ("compare", "report"):
         line = refused(evaluate, command, first, other)
         assert "runs of different data" in line
@@ -170,8 +163,7 @@ def test_rows_that_a_seed_or_a_ranking_draws_compare(tmp_path, data, args):
     common = {"lower_limit": args.get("lower_limit")}
     common["upper_heldout"] = args.get("upper_heldout", "held.jsonl")
     first = fabricate(tmp_path / "first", **common)
-    other = fabricate(tmp_path / "other", **common | args)
-    change_json(other / "config.json", data={"lower": "a", "upper_heldout": "b"} | data)
+    other = fabricate(tmp_path / "other", data=data, **common | args)
     assert sum(row["n"] for row in compared(first, other)) == 2
 
 

@@ -2,7 +2,7 @@
 
 import torch
 from conftest import read_rows, row_ids, write_rows
-from fabricated import evaluate, fabricate
+from fabricated import change_rows, evaluate, fabricate
 from safetensors.torch import save_file
 
 from evaluation.rankings import ranking_over_epochs
@@ -32,10 +32,7 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
 def test_keep_by_any_column(tmp_path, capfd, refused):
     """final_loss grows with the row_id, of losses the smallest is best; the direction is said."""
     run = fabricate(tmp_path / "run")
-    rows = read_rows(run / "weights.jsonl")
-    for row in rows:
-        row["mark"] = row["row_id"] if row["row_id"] != 7 else None
-    write_rows(run / "weights.jsonl", rows)
+    change_rows(run, lambda row: {"mark": row["row_id"] if row["row_id"] != 7 else None})
     for column, order, words in (
         ("final_loss", list(range(40)), "by final_loss, smallest first: "),
         (
@@ -47,9 +44,9 @@ def test_keep_by_any_column(tmp_path, capfd, refused):
         keep(run, 0.4, "--by", column)
         assert row_ids(read_rows(run / "kept.jsonl")) == order
         assert f"kept 16 of 40 rows {words}" in capfd.readouterr().out
-    for row in rows:
-        row["echo"] = row["row_id"] if row["row_id"] < 3 else None
-    write_rows(run / "weights.jsonl", rows)
+    rows = change_rows(
+        run, lambda row: {"echo": row["row_id"] if row["row_id"] < 3 else None}
+    )
     keep(run, 0.4, "--by", "echo")
     assert row_ids(read_rows(run / "kept.jsonl"))[-3:] == [0, 1, 2]
     assert "37 rows without one first" in capfd.readouterr().out
@@ -83,11 +80,12 @@ def test_keep_never_keeps_a_row_that_looks_bad(tmp_path, capfd):
 def test_keep_and_a_run_tell_sources_apart(tmp_path, refused):
     """Rows of two sources share their row_ids; omega has the order of the command line."""
     run = fabricate(tmp_path / "run", rows=8, lower=["z.jsonl", "a.jsonl"])
-    rows = read_rows(run / "weights.jsonl")
-    for row in rows:
-        row["source"] = ("z.jsonl", "a.jsonl")[row["row_id"] // 4]
-        row["row_id"] %= 4
-    write_rows(run / "weights.jsonl", rows)
+
+    def in_two(row):
+        place, row_id = divmod(row["row_id"], 4)
+        return {"source": ("z.jsonl", "a.jsonl")[place], "row_id": row_id}
+
+    rows = change_rows(run, in_two)
     hashes = [row["hash"] for row in Run(run).rows]
     assert hashes == [f"{n:016x}" for n in range(8)]
     keep(run, 0.5)
@@ -102,10 +100,7 @@ def test_eq_ranking_over_epochs_by_hand(tmp_path):
     run = fabricate(tmp_path / "run", rows=20)
     for epoch, top, bottom in ((1, (3, 5), (0, 19)), (2, (3, 6), (19, 18))):
         omega = torch.zeros(20)
-        omega[top[0]] = 2.0
-        omega[top[1]] = 1.0
-        omega[bottom[0]] = -1.0
-        omega[bottom[1]] = -2.0
+        omega[[*top, *bottom]] = torch.tensor([2.0, 1.0, -1.0, -2.0])
         save_file({"omega": omega}, run / "weights" / f"epoch_{epoch}.safetensors")
     first, second = ranking_over_epochs(Run(run))
     assert (first["epoch"], first["group"], first["rows"]) == (1, "all", 2)
@@ -115,21 +110,19 @@ def test_eq_ranking_over_epochs_by_hand(tmp_path):
     assert first["top_last"] == 0.5
     assert second["top_length"] == (4 + 7) / 2
     assert second["bottom_length"] == (6 + 5) / 2
-    assert (second["top_previous"], second["bottom_previous"], second["top_last"]) == (
-        0.5,
-        0.5,
-        1,
-    )
+    assert second["top_previous"] == second["bottom_previous"] == 0.5
+    assert second["top_last"] == 1
 
 
 def test_masked_rows_are_ranked_apart(tmp_path):
     """Ten of 40 rows are masked, with lengths of their own: neither group's ends mix."""
     run = fabricate(tmp_path / "run", method="online")
-    entries = read_rows(run / "weights.jsonl")
-    for entry in entries:
-        entry["masked"] = entry["row_id"] < 10
-        entry["length"] = 100 if entry["masked"] else 1
-    write_rows(run / "weights.jsonl", entries)
+
+    def masked(row):
+        is_masked = row["row_id"] < 10
+        return {"masked": is_masked, "length": 100 if is_masked else 1}
+
+    change_rows(run, masked)
     lines = ranking_over_epochs(Run(run))
     assert [
         (line["group"], line["rows"], line["top_length"], line["bottom_length"])

@@ -10,7 +10,15 @@ import subprocess
 
 import pytest
 from conftest import change_json, read_rows, row_ids, write_rows
-from fabricated import HOSTILE, add_texts, column, evaluate, fabricate, make_page
+from fabricated import (
+    HOSTILE,
+    add_texts,
+    change_rows,
+    column,
+    evaluate,
+    fabricate,
+    make_page,
+)
 
 from evaluation import report
 from utils import content_hash
@@ -84,11 +92,7 @@ def test_hostile_text_cannot_break_the_page(tmp_path):
     """HTML, RTL overrides, emoji, control characters, and 100,000 characters, everywhere."""
     long = HOSTILE + "z" * 100_000
     folder = fabricate(tmp_path / "<b>a & $b$", method="online")
-    entries = read_rows(folder / "weights.jsonl")
-    for entry in entries:
-        entry["kind"] = f"<i>\x1b{long}"
-    write_rows(folder / "weights.jsonl", entries)
-    add_texts(folder, long, entries)
+    add_texts(folder, long, change_rows(folder, lambda row: {"kind": f"<i>\x1b{long}"}))
     change_json(folder / "result.json", **{long: 0.5})
     text, page, words = make_page(tmp_path, folder)
     assert "alert(1)" in words  # as text
@@ -204,21 +208,15 @@ def tested(tmp_path):
 def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
     """Counts, how many of these rows the run keeps, and the table's column."""
     run, ranking = tested
-    write_rows(
-        run / "weights.jsonl",
-        [row | {"bad": row["row_id"] < 9} for row in read_rows(run / "weights.jsonl")],
-    )
+    rows = change_rows(run, lambda row: {"bad": row["row_id"] < 9})
     # A part of a file may have trained: the ranking then has more rows than the run.
     file = write_rows(tmp_path / "a b.jsonl", [*ranking, {**ranking[0], "row_id": 99}])
     text, page, words = make_page(tmp_path, run, row_tests=file)
     assert "10 of 20 rows look bad." in words
-    kept = set(row_ids(read_rows(run / "weights.jsonl"), "kept"))
-    for reason, rows in (
-        ("cut short", range(7)),
-        ("of another question", range(7, 10)),
-    ):
-        count = len(kept & set(rows))
-        assert f"<tr><td>{reason}</td><td>{len(rows)}</td><td>{count}</td></tr>" in text
+    kept = set(row_ids(rows, "kept"))
+    for reason, bad in (("cut short", range(7)), ("of another question", range(7, 10))):
+        count = len(kept & set(bad))
+        assert f"<tr><td>{reason}</td><td>{len(bad)}</td><td>{count}</td></tr>" in text
     assert f"--keep '{file}'" in words
     assert "(AUROC against the known labels: row tests 1.000" in words
     assert f"python eval.py export '{file}'" in words.split("Held-out")[0]
@@ -315,9 +313,7 @@ def test_page_in_a_browser(tmp_path, width):
     """The table sorts, filters, searches and names keys; hostile rows stay text; no console
     message, and nothing is wider than the screen."""
     folder = fabricate(tmp_path / "run", method="online")
-    entries = read_rows(folder / "weights.jsonl")
-    for entry in entries:
-        entry["kind"] = f"kind {entry['row_id']}."
+    entries = change_rows(folder, lambda row: {"kind": f"kind {row['row_id']}."})
     add_texts(folder, HOSTILE + "w" * 5000, entries)
     tests = []
     for entry in entries:
@@ -331,10 +327,8 @@ def test_page_in_a_browser(tmp_path, width):
     assert result["flagged"] == [35, 28, 21, 14, 7]
     by_rank = {entry["rank"]: entry for entry in entries}
     for key, rank in zip(result["keys"], result["flagged"], strict=True):
-        assert (key["row_id"], key["hash"]) == (
-            by_rank[rank]["row_id"],
-            by_rank[rank]["hash"],
-        )
+        assert key["row_id"] == by_rank[rank]["row_id"]
+        assert key["hash"] == by_rank[rank]["hash"]
     assert result["searched"] == [e["rank"] for e in entries if e["row_id"] == 10]
     assert result["count"] == "1 of 40 rows"
     assert result["texts"].startswith("</div></article><script>alert(1)</script>")

@@ -4,12 +4,11 @@ import os
 
 import pytest
 import torch
-from conftest import contents, read_rows, write_rows
+from conftest import contents, fails, read_rows, write_rows
 from fabricated import add_texts, evaluate, fabricate
 from safetensors.torch import save_file
 
 from evaluation.runs import Run, read_result
-from utils import UserError
 
 COMMANDS = {
     "compare": [],
@@ -100,8 +99,7 @@ def test_weights_of_another_number_of_rows_are_refused(run_folder, refused):
 
 
 def test_what_is_no_finished_run(tmp_path, refused):
-    with pytest.raises(UserError, match=r"no result\.json"):
-        read_result(tmp_path)
+    fails(r"no result\.json", read_result, tmp_path)
     running = fabricate(tmp_path / "running", finished=False)
     for command in ("compare", "report"):
         line = refused(evaluate, command, tmp_path)

@@ -12,8 +12,8 @@ def test_answers_of_runs_and_their_base(files, online, folders, tmp_path, capfd,
     run = online(files(), epochs=1)
     prompts, out = tmp_path / "p.json", tmp_path / "answers.txt"
     prompts.write_text(json.dumps([{"instruction": "green"}]))
-    words = ["answers", str(run.out), "--max-new-tokens", "5"]
-    words += ["--prompt", "red\x1b[2J", "--prompts", str(prompts)]
+    words = ["answers", run.out, "--max-new-tokens", 5]
+    words += ["--prompt", "red\x1b[2J", "--prompts", prompts]
     capfd.readouterr()
     evaluate(*words)
     text = capfd.readouterr().out

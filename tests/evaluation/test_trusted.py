@@ -4,21 +4,17 @@ import math
 import random
 
 import pytest
-from conftest import make_rows, read_rows, write_rows
+from conftest import fails, flags, make_rows, read_rows, write_rows
 
 import eval as front
 from evaluation import trusted
 from toy import corpus
-from utils import UserError
 
 
-def judge(capfd, **flags):
+def judge(capfd, **options):
     """(figures, what was printed) of the command."""
-    words = ["trusted"]
-    for name, value in flags.items():
-        words += [f"--{name}", str(value)]
     capfd.readouterr()
-    args = front.parse_args(words)
+    args = front.parse_args(["trusted", *flags(**options)])
     figures = args.call(args)
     return figures, capfd.readouterr().out
 
@@ -49,13 +45,12 @@ def test_figures_by_hand(files, capfd, folders):
     paths = files(lower=30, upper=1)
     rows = make_rows(24, seed=5)
     write_rows(paths["upper"], [*rows, *rows[:3], *read_rows(paths["lower"])[:2]])
-    flags = {"lower": paths["lower"], "upper": paths["upper"], "model": folders["llama"]}
-    figures, _ = judge(capfd, **flags)
+    levels = {level: paths[level] for level in ("lower", "upper")}
+    figures, _ = judge(capfd, **levels, model=folders["llama"])
     assert figures["trusted rows"] == 29
     assert figures["different rows"] == figures["different prompts"] == 26
     assert figures["prompts that lower rows have too"] == 2
-    with pytest.raises(UserError, match="one source is named twice"):
-        trusted.read_level([flags["lower"]] * 2, None, 0)
+    fails("one source is named twice", trusted.read_level, [paths["lower"]] * 2, None, 0)
     figures |= {
         "gain": 0.1,
         "standard error": 0.06,

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_tokenizer, read_json
+from conftest import ROOT, fails, make_tokenizer, read_json
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM
 
 from evaluation import judge, winrate
-from evaluation.losses import load_trained
-from utils import UserError
 
 PUBLISHED = ROOT.parent / "shared" / "data" / "alpaca_eval"
 
@@ -69,8 +67,7 @@ def test_eq_win_rate_by_hand():
     }
     assert winrate.win_rate([2])["standard_error"] is None
     for wrong in ([], [None], [0.5], [1, 3]):
-        with pytest.raises(UserError, match=r"\[1, 2\]"):
-            winrate.win_rate(wrong)
+        fails(r"\[1, 2\]", winrate.win_rate, wrong)
 
 
 def test_rate_of_models_against_references(tmp_path, capfd):
@@ -129,33 +126,23 @@ def test_damaged_files_are_one_line(tmp_path, refused, content):
 
 def generated(tmp_path, model, *flags):
     """The outputs file of `winrate generate` on p.json."""
-    run_winrate(
-        "generate",
-        model,
-        "--prompts",
-        tmp_path / "p.json",
-        "--out",
-        tmp_path / "o.json",
-        "--max-new-tokens",
-        7,
-        *flags,
-    )
-    return read_json(tmp_path / "o.json")
+    out = tmp_path / "o.json"
+    words = ["--prompts", tmp_path / "p.json", "--out", out, "--max-new-tokens", 7]
+    run_winrate("generate", model, *words, *flags)
+    return read_json(out)
 
 
 def test_eq_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders):
     """AlpacaEval's format; each output is transformers' own greedy answer to its prompt."""
-    prompts = ["red blue", "\U0001f600 ثلاثة", "", "green"]
+    prompts = ["red blue", "\U0001f600 ثلاثة", "", " ", "green"]
     write(tmp_path / "p.json", [{"instruction": prompt} for prompt in prompts])
     rows = generated(tmp_path, folders["llama"])
     assert [row["instruction"] for row in rows] == prompts
     assert {row["generator"] for row in rows} == {str(folders["llama"])}
-    assert rows[2]["output"] == ""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folders["llama"]),
-        make_tokenizer(),
-    )
-    for row in (rows[0], rows[1], rows[3]):
+    assert rows[2]["output"] == rows[3]["output"] == ""
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    tokenizer = make_tokenizer()
+    for row in (rows[0], rows[1], rows[4]):
         text = f"User: {row['instruction']}\nAssistant:"
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         answer = model.generate(
@@ -238,11 +225,13 @@ class Judge:
             if word in text and failures:
                 self.plan[word] = failures - 1
                 raise self.OpenAIError("slow\x1b down")
-        first, second = text.split("[Answer A]")[1].split("[Answer B]")
-        counts = first.count("good"), second.count("good")
-        reply = "A" if counts[0] > counts[1] else "B" if counts[1] > counts[0] else "tie"
-        message = SimpleNamespace(content=reply)
+        answers = text.split("[Answer A]")[1].split("[Answer B]")
+        counts = [answer.count("good") for answer in answers]
+        message = SimpleNamespace(content=self.reply(*counts))
         return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    def reply(self, first, second):
+        return "A" if first > second else "B" if second > first else "tie"
 
 
 @pytest.fixture
@@ -324,12 +313,7 @@ def test_verdicts_survive_a_kill_in_the_middle_of_a_line(openai, judged, tmp_pat
 
 
 def test_a_judge_that_favours_a_position_says_tie(openai, judged):
-    openai.create = None
-    completions = openai.chat.completions
-    message = SimpleNamespace(content="A")
-    completions.create = lambda **_: SimpleNamespace(
-        choices=[SimpleNamespace(message=message)]
-    )
+    openai.reply = lambda *_: "A"
     assert judged(PAIRS)[0] == [1.5] * 5
 
 
@@ -349,11 +333,6 @@ def test_without_the_package_or_a_partner_one_line(judged, monkeypatch, refused,
         ((outputs, outputs, outputs), "would overwrite"),
     ):
         assert words in refused(judge_files, *files)
-
-
-def test_prompts_without_text_have_no_answer(folders):
-    trained = load_trained(str(folders["llama"]))
-    assert winrate.respond(trained, ["", " ", "red blue"], 4)[:2] == ["", ""]
 
 
 def test_rows_without_a_partner_are_said_and_doubled_ones_meet_in_order(capfd):

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from conftest import make_rows, write_rows
+from conftest import fails, make_rows, write_rows
 
 from paper import faults
 from paper.__main__ import parse_args
-from utils import UserError, read_jsonl
+from utils import read_jsonl
 
 ROW = {
     "prompt": "Why is the sky blue?",
@@ -51,8 +51,13 @@ def test_a_share_of_the_rows_is_spoilt_in_all_ways():
         assert row["bad"] == (row["response"] != originals[row["prompt"]])
         assert row["bad"] == (row["kind"] != "clean")
     assert labelled == faults.spoil(rows, 0.3, seed=0)
-    with pytest.raises(UserError, match="could not be spoilt"):
-        faults.spoil([{"prompt": "a", "response": "too short"}] * 20, 0.3, seed=0)
+    fails(
+        "could not be spoilt",
+        faults.spoil,
+        [{"prompt": "a", "response": "too short"}] * 20,
+        0.3,
+        seed=0,
+    )
 
 
 def test_the_spoilt_rows_take_the_place_of_the_good_ones(here, folders):

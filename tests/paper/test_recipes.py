@@ -6,11 +6,11 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import listing, write_rows
+from conftest import fails, listing, write_rows
 
 import options
 from paper import recipes
-from utils import UserError, read_jsonl
+from utils import read_jsonl
 
 
 def write_parquet(path, rows):
@@ -114,9 +114,15 @@ def test_the_command_writes_what_the_presets_read(
 
 def test_of_bad_sources_nothing_is_written(copies, tmp_path):
     out = tmp_path / "made"
-    with pytest.raises(UserError, match=r"alpaca_data_cleaned\.json: cannot be loaded"):
-        recipes.build("alpaca-cleaned", tmp_path, out)
+    fails(
+        r"alpaca_data_cleaned\.json: cannot be loaded",
+        recipes.build,
+        "alpaca-cleaned",
+        tmp_path,
+        out,
+    )
     write_rows(copies / "Open-Orca/SlimOrca" / recipes.SLIMORCA[1], [{"conversation": []}])
-    with pytest.raises(UserError, match=r"rows of another data set.*conversations"):
-        recipes.build("blueorca", copies, out)
+    fails(
+        r"rows of another data set.*conversations", recipes.build, "blueorca", copies, out
+    )
     assert not listing(out)

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from conftest import fails
 
 from paper import running
-from utils import UserError
 
 SHOUT = """
 import sys
@@ -58,15 +58,13 @@ def test_modules_run_like_scripts_and_once(module):
     running.run_all(runs, 2)
     assert [file.read_text() for file in runs] == ["kept", "kept"]
     other = {file: command + " more" for file, command in runs.items()}
-    with pytest.raises(UserError, match="made by another command"):
-        running.run_all(other, 2)
+    fails("made by another command", running.run_all, other, 2)
 
 
 def test_a_failing_module_is_named_with_its_last_line_and_ends_the_rest(module):
     runs = {module / "x.txt": f"-m shout {module / 'y.txt'} quiet"}
     runs[module / "late.txt"] = f"-m shout {module / 'late.txt'} loud"
-    with pytest.raises(UserError, match=r"-m shout .*quiet: exit code 1: heard quiet"):
-        running.run_all(runs, 1)
+    fails(r"-m shout .*quiet: exit code 1: heard quiet", running.run_all, runs, 1)
     assert not (module / "late.txt").exists()
 
 

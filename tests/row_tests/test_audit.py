@@ -3,11 +3,11 @@
 import io
 
 import pytest
-from conftest import read_rows, result_of, row_ids, write_rows
+from conftest import fails, read_rows, result_of, row_ids, write_rows
 
 from row_tests import audit
 from row_tests.__main__ import main
-from utils import UserError, content_hash
+from utils import content_hash
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,13 @@ def test_kept_stands_in_for_a_reason(tmp_path):
     assert set(row_ids(drawn, "flagged")) == {4, 5}
     assert len(drawn) == 6
     del rows[0]["kept"]
-    with pytest.raises(UserError, match=r"weights.jsonl: 'kept'"):
-        audit.draw_rows(write_rows(tmp_path / "weights.jsonl", rows), 30, 0)
+    fails(
+        r"weights.jsonl: 'kept'",
+        audit.draw_rows,
+        write_rows(tmp_path / "weights.jsonl", rows),
+        30,
+        0,
+    )
 
 
 def test_bad_input(words, refused, tmp_path, monkeypatch):

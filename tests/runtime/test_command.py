@@ -12,10 +12,9 @@ import pyarrow
 import pytest
 import safetensors
 import torch
-from conftest import listing, ran, started
+from conftest import fails, listing, ran, started
 
 from runtime import command
-from utils import UserError
 
 
 def raises(error):
@@ -74,8 +73,7 @@ def test_what_a_library_says_of_a_file_is_one_line(refused, tmp_path, monkeypatc
 
     assert refused(main).startswith("error: x.jsonl line 3: ")
     monkeypatch.setattr(sys, "argv", ["train_offline.py", "--debug", "--seed", "1"])
-    with pytest.raises(UserError, match="line 3"):
-        command.run(main)
+    fails("line 3", command.run, main)
     assert sys.argv == ["train_offline.py", "--seed", "1"]
 
 
@@ -139,10 +137,8 @@ def test_no_flag_is_abbreviated_and_a_wrong_number_says_its_kind():
     parser = command.Parser()
     parser.add_argument("--keep-fraction", type=command.SHARE)
     parser.add_argument("--batch", type=command.COUNT)
-    with pytest.raises(UserError, match="unrecognized arguments: --keep"):
-        parser.parse_args(["--keep", "0.5"])
-    with pytest.raises(UserError, match="--batch: invalid int value"):
-        parser.parse_args(["--batch", "1.5"])
+    fails("unrecognized arguments: --keep", parser.parse_args, ["--keep", "0.5"])
+    fails("--batch: invalid int value", parser.parse_args, ["--batch", "1.5"])
 
 
 # --- pipes and signals ----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from conftest import (
     contents,
     copy_tree,
+    fails,
     flags,
     leftovers,
     listing,
@@ -20,7 +21,6 @@ from conftest import (
 
 import utils
 from runtime import folder
-from utils import UserError
 
 CONFIG = {"args": {"lr": 1}, "environment": {}, "data": {}}
 
@@ -46,10 +46,13 @@ def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path):
     try:
         assert process.stdout.readline() == "open\n"
         (out / ".weights.jsonl.1.partial").write_text("the other one's")
-        with pytest.raises(
-            UserError, match=r"run: another process is running in this folder"
-        ):
-            folder.open_run(out, CONFIG, resume=True)
+        fails(
+            r"run: another process is running in this folder",
+            folder.open_run,
+            out,
+            CONFIG,
+            resume=True,
+        )
         assert (out / ".weights.jsonl.1.partial").exists()
     finally:
         process.kill()
@@ -86,8 +89,7 @@ def test_a_resume_clears_what_was_half_written(tmp_path):
 @pytest.mark.parametrize("name", ["thesis.tex", ".profile", "notes.partial"])
 def test_other_files_are_refused(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match=r"holds other files and no run"):
-        folder.open_run(tmp_path, CONFIG, resume=True)
+    fails(r"holds other files and no run", folder.open_run, tmp_path, CONFIG, resume=True)
     assert listing(tmp_path) == [name]
 
 
@@ -96,17 +98,26 @@ def test_a_run_goes_on_with_its_own_settings_alone(tmp_path, capfd):
     out = tmp_path / "run"
     folder.open_run(out, CONFIG, resume=True)
     assert "there is no run in" in capfd.readouterr().out
-    with pytest.raises(UserError, match=r"already holds a run; continue it with --resume"):
-        folder.open_run(out, CONFIG, resume=False)
+    fails(
+        r"already holds a run; continue it with --resume",
+        folder.open_run,
+        out,
+        CONFIG,
+        resume=False,
+    )
     other = CONFIG | {"args": {"lr": 2}}
-    with pytest.raises(UserError, match=r"cannot resume: args lr was 1 and is now 2"):
-        folder.open_run(out, other, resume=True)
+    fails(
+        r"cannot resume: args lr was 1 and is now 2",
+        folder.open_run,
+        out,
+        other,
+        resume=True,
+    )
     folder.open_run(out, other, resume=True, free_to_change=("lr",))
     assert read_json(out / "config.json")["args"] == {"lr": 2}
     for content in ("", "{", "[1]", "3", '"text"', '{"args": 1}'):
         (out / "config.json").write_text(content)
-        with pytest.raises(UserError, match=r"config.json: "):
-            folder.open_run(out, CONFIG, resume=True)
+        fails(r"config.json: ", folder.open_run, out, CONFIG, resume=True)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -166,8 +177,9 @@ def test_a_cut_or_edited_checkpoint_is_refused(tmp_path, model, name, damage, sh
         folder.save_checkpoint(tmp_path, step, model, {"m": torch.rand(300)})
     newest = tmp_path / "checkpoints" / "step_00000002"
     damage(newest / name, share)
-    with pytest.raises(UserError, match=rf"{newest}: damaged, delete it to go on"):
-        folder.load_checkpoint(tmp_path, model)
+    fails(
+        rf"{newest}: damaged, delete it to go on", folder.load_checkpoint, tmp_path, model
+    )
     shutil.rmtree(newest)
     assert folder.load_checkpoint(tmp_path, model)["step"] == 1
 
