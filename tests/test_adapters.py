@@ -107,14 +107,17 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
         (dropping / "adapter_config.json", "lora_dropout"),
     ):
         change_json(file, **{key: 0.5})
-    method = {
-        "lr": 0,
-        "batch": 4,
-        "epochs": 1,
-        "correction": 0.5,
-        "gradient_checkpointing": True,
-    }
-    run = online(files(upper=6), base, adapter=dropping, ratio_masked=1.0, **method)
+    run = online(
+        files(upper=6),
+        base,
+        adapter=dropping,
+        ratio_masked=1.0,
+        lr=0,
+        batch=4,
+        epochs=1,
+        correction=0.5,
+        gradient_checkpointing=True,
+    )
     assert run.result["upper_heldout"] == run.result["base/upper_heldout"]
     for step in run.metrics:
         assert step["ratio_mean"] == pytest.approx(1, abs=1e-4)

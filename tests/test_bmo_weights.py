@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import assert_near, normal
+from conftest import assert_near, normal, tensor
 
 from bmo_weights import (
     MAX_LOG_RATIO,
@@ -73,7 +73,7 @@ def test_eq_merit_function_bounds(tau):
     assert (merit >= least - math.log(6) / tau).all()
     equal = torch.full((6,), 1.7, dtype=F64)
     assert lse_merit(equal, tau).item() == pytest.approx(1.7 - math.log(6) / tau, rel=1e-12)
-    apart = torch.tensor([0.5, 1e4, 1e4], dtype=F64)
+    apart = tensor([0.5, 1e4, 1e4])
     assert lse_merit(apart, tau).item() == pytest.approx(0.5, rel=1e-12)
 
 
@@ -152,7 +152,7 @@ def test_effective_sample_size():
         [3, 1, 0, 0],
         [0, 0, 0, 0],
     ]
-    weights = torch.tensor(rows, dtype=F64)
+    weights = tensor(rows)
     for scale in (1, 1e-6, 1e6):
         sizes = effective_sample_size(weights * scale)
         assert sizes.tolist() == pytest.approx([4, 1, 2, 1.6, 0])

@@ -13,10 +13,11 @@ from conftest import (
     CHATML,
     make_neox,
     make_tokenizer,
+    normal,
     read_rows,
     row_ids,
     save_model,
-    seeded,
+    tensor,
     write_rows,
 )
 from test_generate import make_prompts, only_ends
@@ -45,8 +46,10 @@ COLUMNS = [
     "kept",
     "weight",
     "masked",
+    "refined",
+    "recommended",
+    "margin",
 ]
-COLUMNS += ["refined", "recommended", "margin"]
 SAMPLING = {
     "max_new_tokens": 9,
     "temperature": 0.8,
@@ -184,7 +187,7 @@ def calibrate(monkeypatch, folders):
         def scores(model, prompts, responses, blank):
             of_trusted = responses[0] == [4, 0]
             values = [0.0] * count if of_trusted else margins
-            return torch.tensor(values[: len(prompts)], dtype=torch.float64)
+            return tensor(values[: len(prompts)])
 
         monkeypatch.setattr(
             curate, "greedy", lambda model, prompts, *_: answers[: len(prompts)]
@@ -203,8 +206,7 @@ def calibrate(monkeypatch, folders):
 
 def test_eq_calibration_is_the_95th_percentile_of_one_half(calibrate):
     """The even rows set the threshold, the odd ones measure the false-replacement rate."""
-    generator = seeded(0)
-    margins = torch.randn(60, generator=generator, dtype=torch.float64).tolist()
+    margins = normal(60).tolist()
     fine = [n % 5 != 1 for n in range(60)]
     even = sorted(margins[::2])
     place = 0.95 * 29  # linear interpolation between the order statistics around it
@@ -255,15 +257,18 @@ def test_eq_curated_rows(online, files, folders):
     for row in source:
         row |= {"bad": row["response"] < "n", "kind": "late"}
     write_rows(paths["lower"], source)
-    method = {
-        "batch": 5,
-        "epochs": 3,
-        "lr": 1e-2,
-        "num_answers": 3,
-        "k_gen": 6,
-        "mask": "dynamic",
-    }
-    run = online(paths, ratio_masked=0.35, keep_fraction=0.6, max_new_tokens=9, **method)
+    run = online(
+        paths,
+        ratio_masked=0.35,
+        keep_fraction=0.6,
+        max_new_tokens=9,
+        batch=5,
+        epochs=3,
+        lr=1e-2,
+        num_answers=3,
+        k_gen=6,
+        mask="dynamic",
+    )
     base = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tuned = peft.PeftModel.from_pretrained(tuned, run.out / "adapter")
@@ -292,13 +297,13 @@ def test_eq_curated_rows(online, files, folders):
             assert (entry["recommended"], entry["margin"]) == ("original", None)
         else:
             ids = torch.tensor([prompt])
-            mask = torch.ones_like(ids)
-            greedy = {
-                "do_sample": False,
-                "max_new_tokens": 9,
-                "attention_mask": mask,
-            }
-            tokens = tuned.generate(input_ids=ids, **greedy)[0, len(prompt) :].tolist()
+            greedy = tuned.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=9,
+            )
+            tokens = greedy[0, len(prompt) :].tolist()
             text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
             assert entry["refined"] == text
             old = [*tokenizer(" " + row["response"])["input_ids"], 0]
@@ -310,9 +315,8 @@ def test_eq_curated_rows(online, files, folders):
 
 def check_result(run):
     """Counts of recommendations, and the AUROC of the rows that keep their own answer."""
-    choices = [
-        entry["recommended"] for entry in run.curated if entry["refined"] is not None
-    ]
+    refined = [entry for entry in run.curated if entry["refined"] is not None]
+    choices = [entry["recommended"] for entry in refined]
     assert run.result["refined/answers"] == 6
     assert run.result["refined/threshold"] is None
     for choice in ("original", "refined", "undecided"):
@@ -351,17 +355,21 @@ def test_masked_rows_are_ranked_among_themselves(online, train, files, correctio
 def test_empty_answers_are_counted_and_never_recommended(online, files, tmp_path):
     """A model that only ends: its answers are legal, and train."""
     model = save_model(only_ends(make_neox()), tmp_path / "ends")
-    method = {"batch": 3, "epochs": 2, "num_answers": 2, "k_gen": 2, "lr": 1e-4}
-    run = online(files(lower=9, upper=6), model, ratio_masked=0.5, **method)
+    run = online(
+        files(lower=9, upper=6),
+        model,
+        ratio_masked=0.5,
+        batch=3,
+        epochs=2,
+        num_answers=2,
+        k_gen=2,
+        lr=1e-4,
+    )
     steps = [step for step in run.metrics if step.get("answers")]
     assert len(steps) == 3
     for step in steps:
-        assert (
-            step["answers_empty"]
-            == step["answers_complete"]
-            == step["answer_length"]
-            == 1.0
-        )
+        for key in ("answers_empty", "answers_complete", "answer_length"):
+            assert step[key] == 1.0
     assert run.metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-5)
     refined = [entry for entry in run.curated if entry["refined"] is not None]
     assert {(e["refined"], e["recommended"]) for e in refined} == {("", "original")}

@@ -12,13 +12,11 @@ from evaluation.labels import auroc
 
 
 def normal(count, seed):
-    generator = seeded(seed)
-    return torch.randn(count, generator=generator, dtype=torch.float64)
+    return torch.randn(count, generator=seeded(seed), dtype=torch.float64)
 
 
 def exponential(count, seed):
-    generator = seeded(seed)
-    return -torch.rand(count, generator=generator, dtype=torch.float64).log()
+    return -torch.rand(count, generator=seeded(seed), dtype=torch.float64).log()
 
 
 def share(flags):
@@ -211,8 +209,7 @@ def test_quantiles_are_those_of_torch_and_of_more_values_than_it_reads():
 
 def file_of(count, seed, cut=0, swapped=0):
     """Numbers of a file: `cut` rows without an end, then `swapped` rows with another's answers."""
-    generator = seeded(seed)
-    normal = torch.randn(3, count, generator=generator, dtype=torch.float64)
+    normal = torch.randn(3, count, generator=seeded(seed), dtype=torch.float64)
     length = (3 + 1.2 * normal[0]).exp().clamp(1, 800).round()
     numbers = {
         "length": length,
@@ -324,9 +321,9 @@ def test_a_file_whose_rows_all_repeat_themselves(count):
     """None of them is left for a null without one, and a single row makes no faults."""
     numbers = file_of(count, 1)
     numbers["repetition"] += 0.9
-    faults = (
-        {"end": exponential(30, 2), "relevance": exponential(30, 3)} if count > 1 else {}
-    )
+    faults = {}
+    if count > 1:
+        faults = {"end": exponential(30, 2), "relevance": exponential(30, 3)}
     score, flagged, reasons = verdicts(numbers, None, faults)
     assert score.isfinite().all()
     assert flagged.all()

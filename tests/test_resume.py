@@ -151,8 +151,8 @@ def test_offline_goes_on_bit_for_bit(train, files, stopped, case):
         write_pairs(paths)
     stops = [(Log, "write", 2), (folder, "save_checkpoint", 2)]
     stops.append((models, "save_adapter", 1))
-    steps = {"batch": 4, "epochs": 3, "save_every": 2, "lr": 1e-2}
-    goes_on(train, paths, stops, stopped, **steps, **OFFLINE[case])
+    options = OFFLINE[case] | {"batch": 4, "epochs": 3, "save_every": 2, "lr": 1e-2}
+    goes_on(train, paths, stops, stopped, **options)
 
 
 @pytest.mark.parametrize("case", ONLINE)

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from conftest import assert_near, seeded
+from conftest import assert_near, normal, seeded, tensor
 
 from selector import Selector, dynamic_mask, penalty, spearman, static_mask
 
@@ -38,8 +38,7 @@ def draws(seed, duplicates=False):
 def start(seed, optimizer="sgd", lr=0.7):
     """A float64 selector somewhere away from uniform."""
     selector = Selector(N, lr, optimizer, dtype=F64)
-    logits = torch.randn(N, generator=seeded(seed), dtype=F64)
-    selector.logits.copy_(logits)
+    selector.logits.copy_(normal(N, seed=seed))
     return selector
 
 
@@ -124,7 +123,7 @@ def test_eq_weights_are_n_softmax_with_mean_one():
     """W = N softmax(omega), deviation 1; rows picks, order and duplicates kept."""
     selector = start(7)
     powers = [math.exp(w) for w in selector.logits]
-    exact = torch.tensor([N * power / sum(powers) for power in powers], dtype=F64)
+    exact = tensor([N * power / sum(powers) for power in powers])
     rows = torch.tensor([9, 0, 9])
     assert_near(selector.weights(), exact, 1e-14)
     assert_near(selector.weights(rows), exact[rows], 1e-14)
@@ -190,7 +189,7 @@ def test_what_cannot_be_a_step_changes_nothing(rows, losses, gamma):
     """Rows that are none, another number of losses, and what is not finite: an error each."""
     selector = start(11)
     before = selector.logits.clone()
-    losses = torch.tensor(losses, dtype=F64)
+    losses = tensor(losses)
     errors = (ValueError, IndexError, RuntimeError, ArithmeticError)
     with pytest.raises(errors):
         selector.step(torch.tensor(rows, dtype=torch.long), losses, gamma)
@@ -304,7 +303,7 @@ def test_state_round_trip_continues_bit_for_bit(optimizer):
 
 
 def test_diagnostics_by_hand():
-    shares = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
+    shares = tensor([0.1, 0.2, 0.3, 0.4])
     entropy = -(shares * shares.log()).sum().item()
     selector = selector_of(shares.log())
     # The fourth row has not been seen.

@@ -24,6 +24,7 @@ from conftest import (
     result_of,
     row_ids,
     save_model,
+    tensor,
     write_pairs,
     write_rows,
 )
@@ -98,17 +99,18 @@ def test_eq_bds_run_in_float64(train, files, folders, adapters, case):
 def test_eq_omega_step_by_its_formula(train, files, omega_loss):
     """One plain step from zero: omega_i = -alpha gamma (C_i - mean C) / N for a full batch; C at
     theta^{k+1} is the final loss in the ranking, at theta^k the base loss."""
-    method = {
-        "batch": 6,
-        "epochs": 1,
-        "lr": 5e-3,
-        "omega_lr": 2,
-        "omega_loss": omega_loss,
-    }
-    run = train(files(lower=6, upper=6), dtype="float64", **method)
+    run = train(
+        files(lower=6, upper=6),
+        dtype="float64",
+        batch=6,
+        epochs=1,
+        lr=5e-3,
+        omega_lr=2,
+        omega_loss=omega_loss,
+    )
     column = {"next": "final_loss", "current": "base_loss"}[omega_loss]
     entries = by_row_id(run.weights)
-    losses = torch.tensor([entry[column] for entry in entries], dtype=torch.float64)
+    losses = tensor([entry[column] for entry in entries])
     expected = -2 / 9 * (losses - losses.mean()) / 6
     torch.testing.assert_close(omega(run, 1), expected, rtol=1e-6, atol=1e-9)
     assert any(abs(entry["final_loss"] - entry["base_loss"]) > 1e-3 for entry in entries)
@@ -150,15 +152,19 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, tmp_path):
     for name, texts in sources.items():
         entries = [{"prompt": prompt, "response": response} for prompt, response in texts]
         paths[name] = write_rows(tmp_path / f"{name}.jsonl", entries)
-    method = {
-        "correction": 1,
-        "omega_lr": 0,
-        "rho_start": 0.5,
-        "rho_step": 0,
-        "epochs": 50,
-    }
-    steps = {"batch": 4, "lr": 2e-2, "lora_rank": 4, "save_every": 1000}
-    run = train(paths, save_model(model, tmp_path / "model"), **method, **steps)
+    run = train(
+        paths,
+        save_model(model, tmp_path / "model"),
+        correction=1,
+        omega_lr=0,
+        rho_start=0.5,
+        rho_step=0,
+        epochs=50,
+        batch=4,
+        lr=2e-2,
+        lora_rank=4,
+        save_every=1000,
+    )
     floor = math.log(2) / 3
     for entry in run.weights:
         least = floor if entry["row_id"] < 2 else 0
@@ -173,16 +179,8 @@ def gradient(step, model, *batch, **limits):
     """theta's gradient in one step of `descend`: a flat vector; theta is left as it was."""
     theta = [p for p in model.parameters() if p.requires_grad]
     before = torch.nn.utils.parameters_to_vector(theta).clone()
-    step(
-        model,
-        theta,
-        torch.optim.SGD(theta, lr=1.0),
-        *batch,
-        clip=math.inf,
-        **limits,
-    )
-    after = torch.nn.utils.parameters_to_vector(theta)
-    change = before - after
+    step(model, theta, torch.optim.SGD(theta, lr=1.0), *batch, clip=math.inf, **limits)
+    change = before - torch.nn.utils.parameters_to_vector(theta)
     torch.nn.utils.vector_to_parameters(before, theta)
     return change.detach()
 
@@ -243,8 +241,15 @@ def test_row_ids_survive_filtering(train, tmp_path, files, folders):
     source[12]["prompt"] = ""
     source[38]["prompt"] = "long " * 60
     paths["lower"] = write_rows(tmp_path / "lower.jsonl", source)
-    method = {"batch": 36, "epochs": 1, "lr": 0, "omega_lr": 50, "max_length": 100}
-    run = train(paths, keep_fraction=0.5, **method)
+    run = train(
+        paths,
+        keep_fraction=0.5,
+        batch=36,
+        epochs=1,
+        lr=0,
+        omega_lr=50,
+        max_length=100,
+    )
     usable = [i for i in range(40) if i not in (0, 11, 12, 38)]
     losses = by_hand.plain_losses(folders["llama"], [source[i] for i in usable])
     losses = dict(zip(usable, losses, strict=True))
@@ -324,7 +329,7 @@ def test_two_sources_of_two_layouts(train, files, tmp_path):
         weights[source] = sum(row["weight"] for row in rows) / 10
         line = next(line for line in run.text.splitlines() if line.startswith(source))
         assert line.split()[1:] == ["10", f"{kept[source]:.4f}", f"{weights[source]:.4f}"]
-    bad, good = map(str, sources)
+    bad, good = kept
     assert kept[bad] < kept[good]
     assert weights[bad] < weights[good]
     again = train(paths, out="both", **options, resume=True)
@@ -360,15 +365,17 @@ def test_run_folder_and_metrics(train, files):
         for step in (4, 6)  # the last two
         for name in ("adapter.safetensors", "state.pt")
     ]
-    wanted = [
+    assert set(left) >= {
         "base.json",
         "config.json",
         "metrics.jsonl",
         "result.json",
-    ]
-    wanted += ["weights.jsonl", "weights/base_losses.safetensors", ADAPTER]
-    wanted += ["weights/epoch_1.safetensors", "weights/epoch_2.safetensors"]
-    assert set(wanted) <= set(left)
+        "weights.jsonl",
+        "weights/base_losses.safetensors",
+        "weights/epoch_1.safetensors",
+        "weights/epoch_2.safetensors",
+        ADAPTER,
+    }
     assert not leftovers(run.out)
     assert read_json(run.out / "result.json") == run.result
     assert f"eval.py report '{run.out}'" in run.text  # a command to paste
@@ -424,12 +431,7 @@ def test_every_flag_is_read_somewhere(script, here):
     read = {name for pair in read for name in pair}
     for level in ("lower", "upper"):  # by formatted names
         read |= {f"{level}_columns", f"{level}_limit"}
-    # In options.parse and options.penalties.
-    read |= {
-        "preset",
-        "rho_start",
-        "rho_step",
-    }
+    read |= {"preset", "rho_start", "rho_step"}  # in options.parse and options.penalties
     assert set(arguments(script)) <= read
 
 

@@ -12,13 +12,7 @@ import by_hand
 import pytest
 import torch
 from by_hand import adapter, mean_loss, omega, token_logps, tokens_of
-from conftest import (
-    make_tokenizer,
-    read_rows,
-    row_ids,
-    write_pairs,
-    write_rows,
-)
+from conftest import make_tokenizer, read_rows, row_ids, tensor, write_pairs, write_rows
 from test_train_offline import differing, same_adapter
 
 import batches
@@ -179,14 +173,12 @@ def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, t
         "batch": 6,
         "epochs": 2,
         "lr": 1e-2,
-    }
-    more = {
         "num_answers": 3,
         "temperature": 0.5,
         "ratio_masked": 0.5,
         "micro_batch": 4,
     }
-    fresh = online(files(), out="fresh", k_gen=1, **method, **more)
+    fresh = online(files(), out="fresh", k_gen=1, **method)
     assert len(fresh.metrics) == 4
     for step in fresh.metrics:
         assert step["ratio_mean"] == pytest.approx(1, abs=tolerance)
@@ -195,12 +187,12 @@ def test_eq_ratio_is_one_right_after_a_refresh(online, files, adapters, dtype, t
             3 * 6 * step["masked_share"], rel=tolerance
         )
         assert step["ratio_clamped"] == 0
-    used = online(files(), out="used", k_gen=9, **method, **more)
+    used = online(files(), out="used", k_gen=9, **method)
     assert abs(used.metrics[-1]["ratio_mean"] - 1) > 0.01
 
 
 NOW = torch.tensor([[-3.0, -8.0], [-2.0, -2.5]], dtype=torch.float64, requires_grad=True)
-OLD = torch.tensor([[-3.5, -7.0], [-9.0, -2.5]], dtype=torch.float64)
+OLD = tensor([[-3.5, -7.0], [-9.0, -2.5]])
 
 
 @pytest.mark.parametrize("kind", ["sequence", "lambda", None])
@@ -383,8 +375,11 @@ def test_a_dynamic_mask_is_the_bottom_of_the_current_weights(online, files, stat
         "batch": 10,
         "k_gen": 2,
         "omega_lr": 60,
+        "rho_start": 0.5,
+        "rho_step": 0,
+        "lr": 5e-3,
+        "save_every": 1,
     }
-    method |= {"rho_start": 0.5, "rho_step": 0, "lr": 5e-3, "save_every": 1}
     run = online(paths, epochs=4, **method)
     masks = [state["mask"] for state in states]
     churn = [1.0]
@@ -461,14 +456,17 @@ def test_a_window_without_masked_rows(online, files):
 
 def test_a_cut_answer_trains_without_an_end(online, files, states):
     """A complete one ends in EOS; the log counts both, and what they are long."""
-    method = {"batch": 8, "epochs": 1, "ratio_masked": 1.0, "save_every": 1}
-    sampling = {
-        "num_answers": 4,
-        "max_new_tokens": 30,
-        "temperature": 1.5,
-        "k_gen": 1,
-    }
-    run = online(files(lower=16, upper=6), **method, **sampling)
+    run = online(
+        files(lower=16, upper=6),
+        batch=8,
+        epochs=1,
+        ratio_masked=1.0,
+        save_every=1,
+        num_answers=4,
+        max_new_tokens=30,
+        temperature=1.5,
+        k_gen=1,
+    )
     complete = 0
     for step, state in zip(run.metrics, states, strict=True):
         written = []
@@ -491,21 +489,18 @@ def test_a_cut_answer_trains_without_an_end(online, files, states):
 def test_answers_are_seeded_by_seed_refresh_row_and_number(online, files, states):
     """A run repeats; another refresh, seed or number of the answer draws another one, and a low
     temperature the likeliest alone."""
-    method = {
-        "batch": 4,
-        "epochs": 2,
-        "k_gen": 2,
-        "ratio_masked": 1.0,
-        "lr": 0,
-        "save_every": 2,
-    }
     texts = []
     for number, more in enumerate(({}, {}, {"seed": 1}, {"temperature": 1e-4})):
         online(
             files(lower=8, upper=6),
             out=f"{number}",
+            batch=4,
+            epochs=2,
+            k_gen=2,
+            ratio_masked=1.0,
+            lr=0,
+            save_every=2,
             num_answers=3,
-            **method,
             **more,
         )
     for state in states:
@@ -522,8 +517,16 @@ def test_answers_are_seeded_by_seed_refresh_row_and_number(online, files, states
 
 def test_a_chat_template(online, files, states):
     """Prompts and refined texts in terms of its tokens."""
-    method = {"batch": 6, "epochs": 1, "num_answers": 2, "ratio_masked": 0.5}
-    run = online(files(upper=6), "neox", max_new_tokens=40, save_every=1, **method)
+    run = online(
+        files(upper=6),
+        "neox",
+        batch=6,
+        epochs=1,
+        num_answers=2,
+        ratio_masked=0.5,
+        max_new_tokens=40,
+        save_every=1,
+    )
     tokenizer = make_tokenizer()
     for rows, _ in states[0]["buffer"].values():
         for row in rows:

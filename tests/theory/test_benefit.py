@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import normal
+from conftest import normal, tensor
 from theory_cases import close, random_class
 
 from theory import benefit, model, policies
-from theory.model import F64
 
-RHOS = torch.tensor([0.01, 0.1, 0.5, 0.9], dtype=F64)
+RHOS = tensor([0.01, 0.1, 0.5, 0.9])
 
 
 def test_deltas_and_threshold_of_the_two_policies():
@@ -100,7 +99,7 @@ def test_bounded_minimiser_against_plain_descent():
     """The same minimum by slow projected descent on L itself, from another start."""
     problem, _ = benefit.conflict_problem()
     h = benefit.fixed_features(problem)
-    c = torch.tensor([0.3, 0.1, 0.2, 0.15, 0.05, 0.2], dtype=F64)
+    c = tensor([0.3, 0.1, 0.2, 0.15, 0.05, 0.2])
     W = benefit.project_to_ball(normal(9, 9), 4.0)
     for _ in range(3000):
         r = model.residuals(h @ W.T, problem.tokens.y)

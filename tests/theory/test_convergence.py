@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import normal, seeded
+from conftest import normal, seeded, tensor
 from theory_cases import (
     GAMMA,
     OMEGA,
-    number,
     small_problem,
     small_theta,
 )
@@ -37,18 +36,18 @@ def test_smoothness_constant_by_hand():
 
 
 def test_pl_constants_by_hand():
-    one = convergence.token_pl(number(0.0), 5)
+    one = convergence.token_pl(tensor(0.0), 5)
     assert float(one) == pytest.approx(0.1)
-    half = number(math.log(2) / ROOT2)
+    half = tensor(math.log(2) / ROOT2)
     assert float(convergence.token_pl(half, 5)) == pytest.approx(0.05)
     instance = replace(UNIT, V=5, B_X=2.0)
-    constant = convergence.pl_constant(number(3.0), number(0.5), instance)
+    constant = convergence.pl_constant(tensor(3.0), tensor(0.5), instance)
     assert float(constant) == pytest.approx(9 / 10 * math.exp(-ROOT2))
 
 
 def test_drift_bounds_by_hand():
     instance = replace(UNIT, B_X=2.0, B_q=0.25)
-    bounds = convergence.drift_bounds(number(0.5), number(3.0), instance)
+    bounds = convergence.drift_bounds(tensor(0.5), tensor(3.0), instance)
     W_kq = 0.5 * (0.5 + 1.5 * ROOT2)
     H = 32 / 16 / 4 / 4 + (ROOT2 / 4 * 16 / 16 * 3 + 1) / 2
     assert bounds.tolist() == pytest.approx([ROOT2, ROOT2 / 2, W_kq, H])
@@ -59,7 +58,7 @@ def test_drift_of_W_kq_needs_the_term_the_lemma_drops():
     quadratic."""
     theta = Theta(normal(5, 6, seed=1, scale=3.0), normal(6, 6, seed=2, scale=0.1))
     penalty = penalty_at(OMEGA, theta)
-    S = number(1e-6 * penalty.loss)
+    S = tensor(1e-6 * penalty.loss)
     moved = 1e-6 * convergence.spectral_norm(penalty.gradient.W_kq)
     assert moved > SMALL.B_X**3 * SMALL.B_q * S**2 / 2
     R0 = convergence.spectral_norm(theta.W_ov)
@@ -82,7 +81,7 @@ def test_stand_ins_of_the_theorem_by_hand():
     """Steps = L/mu log(L_gamma/epsilon), with mu as the theorem has it at S = 0."""
     instance = convergence.Instance(N=4, V=6, gamma=2.0, B_X=0.7, B_q=0.6)
     columns = [[3.0, 0.1], [1.5, 0.1], [0.2, 0.1], [0, 0], [0, 0]]
-    trace = convergence.Trace(*torch.tensor(columns, dtype=F64))
+    trace = convergence.Trace(*tensor(columns))
     seen = convergence.hypotheses(trace, 0.5, instance)
     exponential = math.exp(ROOT2 * 0.7 * 1.5)
     sigma = 0.2 / math.sqrt(1.5)
@@ -96,20 +95,20 @@ def test_stand_ins_of_the_theorem_by_hand():
 
 def test_certified_radius_uses_half_of_sigma():
     instance = convergence.Instance(N=4, V=2, gamma=2.0, B_X=1.3, B_q=0.7)
-    sigma_min = number(2 * math.sqrt(1.5))
-    radius = convergence.certified_radius(sigma_min, number(3.0), instance)
-    drift = convergence.drift_bounds(radius, number(3.0), instance)
+    sigma_min = tensor(2 * math.sqrt(1.5))
+    radius = convergence.certified_radius(sigma_min, tensor(3.0), instance)
+    drift = convergence.drift_bounds(radius, tensor(3.0), instance)
     assert float(drift[3]) == pytest.approx(1.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("B_X, sigma_min", [(0.5, 0.03), (2.0, 2.5)])
 def test_initial_condition_by_hand_and_by_search(B_X, sigma_min):
     instance = replace(UNIT, B_X=B_X, V=7)
-    R = number(0.4)
-    left, right = convergence.initial_condition(1.2, number(sigma_min), R, instance)
+    R = tensor(0.4)
+    left, right = convergence.initial_condition(1.2, tensor(sigma_min), R, instance)
     expected = 8 * 7 * 1.2 * math.exp(ROOT2 * B_X * 0.4) / sigma_min**2
     assert float(left) == pytest.approx(expected)
-    end = float(convergence.certified_radius(number(sigma_min), R, instance))
+    end = float(convergence.certified_radius(tensor(sigma_min), R, instance))
     S = torch.linspace(0, end, 200001, dtype=F64)
     searched = (S * torch.exp(-2 * B_X**2 * S)).max()
     assert float(right) == pytest.approx(float(searched), rel=1e-8)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import tensor
 from theory_cases import random_class
 
 from theory import equivalence, policies
@@ -22,7 +23,7 @@ def test_bmo_and_bds_have_the_same_solutions_when_separable():
 
 
 def test_weakly_pareto_is_weak():
-    losses = torch.tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [0.5, 3.0]], dtype=F64)
+    losses = tensor([[1.0, 1.0], [1.0, 2.0], [2.0, 2.0], [0.5, 3.0]])
     assert equivalence.weakly_pareto(losses).tolist() == [
         True,
         True,
@@ -38,14 +39,14 @@ def test_scalarised_set_of_two_objectives_against_a_fine_grid():
         weighted = t * losses[:, 0] + (1 - t) * losses[:, 1]
         reached = weighted <= weighted.amin(1, keepdim=True) + 1e-12
         assert torch.equal(equivalence.scalarised(losses), reached.any(0))
-    corner = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.7, 0.7], [0.0, 2.0]], dtype=F64)
+    corner = tensor([[0.0, 1.0], [1.0, 0.0], [0.7, 0.7], [0.0, 2.0]])
     assert equivalence.scalarised(corner).tolist() == [
         True,
         True,
         False,
         True,
     ]
-    parallel = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]], dtype=F64)
+    parallel = tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
     assert equivalence.scalarised(parallel).tolist() == [
         True,
         True,

@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
+from conftest import tensor
 from theory_cases import random_class
 
 from theory import policies
-from theory.model import F64
 
 
 def test_zero_weight_times_infinite_loss_is_zero():
-    losses = torch.tensor([[math.inf, 2.0], [0.0, math.inf]], dtype=F64)
-    weights = torch.tensor([0.0, 1.0], dtype=F64)
+    losses = tensor([[math.inf, 2.0], [0.0, math.inf]])
+    weights = tensor([0.0, 1.0])
     assert policies.weighted(losses, weights).tolist() == [2.0, math.inf]
 
 
@@ -27,7 +27,7 @@ def test_only_the_support_of_lambda_matters_when_separable():
     _, losses = random_class(3, separable=True)
     minimisers = policies.lower_level_minimisers(losses)
     for support, expected in zip(policies.supports(3), minimisers, strict=True):
-        weights = torch.tensor([0.1, 0.2, 0.7], dtype=F64) * support
+        weights = tensor([0.1, 0.2, 0.7]) * support
         assert torch.equal(
             policies.argmin_set(policies.weighted(losses, weights)),
             expected,

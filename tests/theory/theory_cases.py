@@ -1,19 +1,14 @@
 """What several of these tests start from: a small problem, random classes."""
 
 import torch
-from conftest import normal, seeded
+from conftest import normal, seeded, tensor
 
 from theory import model
 from theory.model import F64, Theta
 
-OMEGA = torch.tensor([0.3, -1.1, 0.8], dtype=F64)
+OMEGA = tensor([0.3, -1.1, 0.8])
 SIGMA = torch.softmax(OMEGA, 0)
 GAMMA = 1.7
-
-
-def number(value):
-    """A float64 tensor ()."""
-    return torch.tensor(value, dtype=F64)
 
 
 def close(actual, expected, atol=1e-10):
