@@ -23,6 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("TEST_GPU", "")
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from runtime import command
 from utils import UserError
@@ -197,6 +198,14 @@ def make_rows(count, seed, longest=12):
     ]
 
 
+def turns(*texts):
+    """The messages of a conversation: the user asks first."""
+    messages = []
+    for place, text in enumerate(texts):
+        messages.append({"role": ("user", "assistant")[place % 2], "content": text})
+    return messages
+
+
 def write_rows(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -276,6 +285,16 @@ def load(tmp_path):
         return read(path, tokenizer or make_tokenizer(), cache_dir=cache, **options)
 
     return call
+
+
+def case(name):
+    """A file of the public cases beside the repository; without them the test is skipped."""
+    path = ROOT.parent / "shared" / "cases"
+    if not path.is_dir():
+        pytest.skip(
+            "the files of public cases lie beside the repository, in ../shared/cases"
+        )
+    return path / name
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -482,6 +501,13 @@ def leftovers(folder):
     return [
         name for name in listing(folder) if re.search(r"(^|/)\.|partial|incomplete/", name)
     ]
+
+
+def rewrite(file, change):
+    """A safetensors file after change(its tensors by name)."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def copy_tree(source, target):

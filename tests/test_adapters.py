@@ -16,16 +16,15 @@ from conftest import (
     make_adapter,
     make_llama,
     make_tokenizer,
+    rewrite,
     save_model,
     seeded,
 )
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import batches
 import logprobs
 import models
-from data.tokens import load_rows
 from generate import check_folded
 from runtime.folder import fingerprint
 
@@ -34,21 +33,12 @@ FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 DEEPER = FIRST.replace("layers.0", "layers.7")
 
 
-def rewrite(file, change):
-    """A safetensors file with what change(tensors) makes of its tensors by name."""
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-
-
-def without_first(tensors):
-    return {name: value for name, value in tensors.items() if name != FIRST}
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        without_first,
-        lambda tensors: tensors | {DEEPER: tensors[FIRST].clone()},
-        lambda tensors: tensors | {FIRST: tensors[FIRST][:, :-1].contiguous()},
+        lambda tensors: tensors.pop(FIRST),
+        lambda tensors: tensors.update({DEEPER: tensors[FIRST].clone()}),
+        lambda tensors: tensors.update({FIRST: tensors[FIRST][:, :-1].contiguous()}),
     ],
     ids=["missing", "of other layers", "other shape"],
 )
@@ -127,15 +117,13 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
     "compiler", [None, pytest.param("aot_eager", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", ["llama", "neox"])
-def test_eq_the_fast_path_is_pefts(files, folders, adapters, name, compiler, monkeypatch):
+def test_eq_the_fast_path_is_pefts(
+    files, load, folders, adapters, name, compiler, monkeypatch
+):
     """Log-probs of packed rows, and the gradient of every LoRA matrix, are those of PEFT's own
     layers on each row alone, in batches of several sizes, also as the compiler sees them. (The runs
     of by_hand.py go on from here, step by step.)"""
-    rows, _ = load_rows(
-        files()["lower"],
-        models.load_tokenizer(folders[name]),
-        cache_dir=folders[name].parent / "cache",
-    )
+    rows, _ = load(files()["lower"], models.load_tokenizer(folders[name]))
     rows = batches.take(rows, range(9))
     base = models.load_model(str(folders[name]), CPU, "float64")
     ours = models.add_lora(base, adapter=str(adapters[name]))
@@ -233,8 +221,7 @@ def test_a_fingerprint_is_the_same_for_the_same_weights(folders, tmp_path):
 
 def doubled(tensors):
     """Its scales count as well: a matrix doubled has the same codes."""
-    name = "model.layers.0.mlp.up_proj.weight"
-    return tensors | {name: tensors[name] * 2}
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 2
 
 
 def test_a_four_bit_base(train, files, folders, tmp_path):
@@ -256,7 +243,6 @@ def flipped(tensors):
     """One bit of one weight is another."""
     first = min(tensors)
     tensors[first].view(torch.int32).view(-1)[5] ^= 1
-    return tensors
 
 
 def test_other_weights_in_the_same_place_are_not_resumed(

@@ -13,7 +13,6 @@ import subprocess
 import peft
 import pytest
 from conftest import (
-    ROOT,
     change_json,
     contents,
     copy_tree,
@@ -21,11 +20,11 @@ from conftest import (
     leftovers,
     listing,
     make_tokenizer,
-    python,
     read_rows,
+    rewrite,
     row_ids,
+    started,
 )
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import models
@@ -120,13 +119,7 @@ def configure(**changes):
 
 def weigh(change):
     """An edit of the weights {name: tensor}."""
-
-    def edit(folder):
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
+    return lambda folder: rewrite(folder / "model.safetensors", change)
 
 
 def poison(weights):
@@ -304,28 +297,21 @@ def test_a_loss_that_is_not_finite(bad, tmp_path, main, options):
 def test_a_real_process(files, tmp_path, folders):
     """Through the shell, on a full disk: exit code 2, one line, no trace."""
     paths = files()
-    words, environment = python(
+    words = flags(
+        lower=paths["lower"],
+        upper=paths["upper"],
+        model=folders["llama"],
+        out=tmp_path / "run",
+        cache_dir=tmp_path / "cache",
+    )
+    process = started(
         "train_offline.py",
-        *flags(
-            lower=paths["lower"],
-            upper=paths["upper"],
-            model=folders["llama"],
-            out=tmp_path / "run",
-            cache_dir=tmp_path / "cache",
-        ),
-    )
-    done = subprocess.run(
-        words,
-        env=environment,
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
+        *words,
+        stderr=subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500)),
-        timeout=120,
     )
-    assert done.returncode == 2, done.stderr
-    assert re.fullmatch(
-        r"error: .*(?i:file too large); free space, .*", done.stderr.strip()
-    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 2, stderr
+    assert re.fullmatch(r"error: .*(?i:file too large); free space, .*", stderr.strip())
     assert not (tmp_path / "run").exists()
     assert not leftovers(tmp_path)

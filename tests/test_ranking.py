@@ -11,7 +11,6 @@ import logprobs
 import models
 import ranking
 from batches import mean_losses, row_losses
-from data.tokens import load_rows
 from ranking import kept_by
 from selector import Selector
 from utils import table
@@ -196,12 +195,11 @@ def plain_loss(plain, row):
 
 @pytest.mark.parametrize("tokens", [1, 60, 4096])
 def test_eq_row_losses_are_those_of_plain_forwards(
-    monkeypatch, tmp_path, tokenizer, llamas, tokens
+    monkeypatch, load, tokenizer, llamas, tokens
 ):
     """Eq. SFT_def over the response length, each row alone; however many go into one forward."""
     monkeypatch.setattr(batches, "TOKENS_AT_ONCE", tokens)
-    path = write_rows(tmp_path / "rows.jsonl", make_rows(25, seed=21))
-    rows, _ = load_rows(path, tokenizer, cache_dir=tmp_path / "cache")
+    rows, _ = load(make_rows(25, seed=21), tokenizer)
     packed, plain = llamas
     losses, lengths = row_losses(packed, rows)
     for row, loss, length in zip(rows, losses, lengths, strict=True):

@@ -35,7 +35,6 @@ import models
 import session
 import train_offline
 import train_online
-from data.tokens import load_rows
 from utils import UserError, content_hash
 
 ADAPTER = "adapter/adapter_model.safetensors"
@@ -186,7 +185,9 @@ def gradient(step, model, *batch, **limits):
 
 
 @pytest.mark.parametrize("script", [train_offline, train_online])
-def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters, script):
+def test_eq_gradient_does_not_depend_on_the_micro_batch(
+    files, load, folders, adapters, script
+):
     """Deviation 3's objective is normalised by the whole step: micro batches of 1, 3, 8 and 32 of
     32 upper and 21 lower rows of ragged lengths; online three answers each, or none."""
     device = torch.device("cpu")
@@ -196,9 +197,7 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(files, folders, adapters
     paths = files(lower=63, upper=32)
     rows = {}
     for name in ("lower", "upper"):
-        loaded, _ = load_rows(
-            paths[name], tokenizer, cache_dir=folders["llama"].parent / "cache"
-        )
+        loaded, _ = load(paths[name], tokenizer)
         rows[name] = batches.take(loaded, range(len(loaded)))
     lower, more = rows["lower"][:21], {}
     if script is train_online:

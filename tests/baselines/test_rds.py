@@ -7,20 +7,17 @@ from conftest import WORDS, write_rows
 
 import models
 from baselines import rds
-from data.tokens import load_rows
 
 
 @torch.no_grad()
-def brute_vectors(folder, path, cache):
+def brute_vectors(folder, rows):
     """Position-weighted means of the last hidden states, each row alone, float64, unit length."""
     model = models.load_model(folder, torch.device("cpu"), "float64")
-    rows, _ = load_rows(path, models.load_tokenizer(folder), cache_dir=str(cache))
     vectors = []
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
-        hidden = (
-            model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0].numpy()
-        )
+        states = model(input_ids=ids, output_hidden_states=True).hidden_states
+        hidden = states[-1][0].numpy()
         weights = np.arange(1, len(hidden) + 1)
         mean = weights @ hidden / weights.sum()
         vectors.append(mean / np.linalg.norm(mean))
@@ -41,22 +38,18 @@ def round_robin(cosines):
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
 def test_eq_rds_by_the_models_own_hidden_states(
-    rank, files, folders, tmp_path, name, monkeypatch
+    rank, files, load, folders, tmp_path, name, monkeypatch
 ):
     monkeypatch.setattr(rds, "UPPER_AT_ONCE", 3)  # the last block is not a full one
     rows = []
     for number, word in enumerate(WORDS[:7]):
-        rows.append(
-            {
-                "prompt": f"{word} {number}",
-                "response": f"{word} {'stone ' * number}.",
-            }
-        )
+        answer = f"{word} {'stone ' * number}."
+        rows.append({"prompt": f"{word} {number}", "response": answer})
     paths = files(lower=20, heldout=4)
     paths["upper"] = write_rows(tmp_path / "trusted.jsonl", rows)
-    cache = tmp_path / "cache"
-    lower = brute_vectors(folders[name], paths["lower"], cache)
-    upper = brute_vectors(folders[name], paths["upper"], cache)
+    tokenizer = models.load_tokenizer(folders[name])
+    lower = brute_vectors(folders[name], load(paths["lower"], tokenizer)[0])
+    upper = brute_vectors(folders[name], load(paths["upper"], tokenizer)[0])
     cosines = upper @ lower.T
     made = rank(
         "rds",

@@ -4,22 +4,16 @@ import numpy as np
 import pytest
 import torch
 from by_hand import mean_loss
-from conftest import WORDS, write_rows
+from conftest import WORDS
 
 import models
 from baselines import scores
-from data.tokens import load_rows
 from ranking import blank_prompt
 
 BLANK = {
     "llama": "User: \nAssistant:",
     "neox": "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n",
 }
-
-
-def tokenised(folder, path, cache):
-    tokenizer = models.load_tokenizer(folder)
-    return load_rows(path, tokenizer, cache_dir=str(cache))[0], tokenizer
 
 
 @torch.no_grad()
@@ -33,9 +27,9 @@ def split(row):
     return row["input_ids"][:start], row["input_ids"][start:]
 
 
-def test_loss_equals_the_models_own_logits(rank, files, folders, tmp_path):
+def test_loss_equals_the_models_own_logits(rank, files, load, folders):
     files = files(lower=15)
-    rows, _ = tokenised(folders["llama"], files["lower"], tmp_path / "cache")
+    rows, _ = load(files["lower"], models.load_tokenizer(folders["llama"]))
     model = models.load_model(folders["llama"], torch.device("cpu"), "float64")
     losses = [brute_loss(model, *split(row)) for row in rows]
     made = rank("loss", files, dtype="float64")
@@ -44,15 +38,15 @@ def test_loss_equals_the_models_own_logits(rank, files, folders, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "neox"])
-def test_eq_ifd_by_the_models_own_logits(rank, folders, tmp_path, name, monkeypatch):
+def test_eq_ifd_by_the_models_own_logits(rank, load, folders, tmp_path, name, monkeypatch):
     """log p(y) stands behind what all prompts share: the template around an empty question."""
     monkeypatch.setattr(scores, "ROWS_AT_ONCE", 4)  # the last block is not a full one
     texts = []
     for number, word in enumerate(WORDS[:15]):
         answer = f"{word} stone {'river ' * number}."
         texts.append({"prompt": f"{word} {number} {word}", "response": answer})
-    path = write_rows(tmp_path / "rows.jsonl", texts)
-    rows, tokenizer = tokenised(folders[name], path, tmp_path / "cache")
+    tokenizer = models.load_tokenizer(folders[name])
+    rows, _ = load(texts, tokenizer)
     blank = blank_prompt(rows)
     assert tokenizer.decode(blank).replace(" ", "") == BLANK[name].replace(" ", "")
     model = models.load_model(folders[name], torch.device("cpu"), "float64")
@@ -60,19 +54,18 @@ def test_eq_ifd_by_the_models_own_logits(rank, folders, tmp_path, name, monkeypa
     for row in rows:
         prompt, answer = split(row)
         ratios.append(brute_loss(model, prompt, answer) / brute_loss(model, blank, answer))
-    made = rank("ifd", {"lower": path}, model=folders[name], dtype="float64")
+    files = {"lower": tmp_path / "source.jsonl"}
+    made = rank("ifd", files, model=folders[name], dtype="float64")
     assert np.allclose([row["ifd"] for row in made.rows], ratios, atol=1e-9)
     assert made.order == list(np.argsort(ratios, kind="stable"))
 
 
-def test_the_blank_prompt_of_a_sorted_file_is_the_templates(folders, tmp_path):
+def test_the_blank_prompt_of_a_sorted_file_is_the_templates(load, folders):
     """The first hundred questions begin alike; rows from all over the file do not."""
     questions = [f"red stone {n}" for n in range(100)] + [f"blue {n}" for n in range(20)]
-    path = write_rows(
-        tmp_path / "rows.jsonl",
-        [{"prompt": question, "response": "x"} for question in questions],
-    )
-    rows, tokenizer = tokenised(folders["llama"], path, tmp_path / "cache")
+    tokenizer = models.load_tokenizer(folders["llama"])
+    texts = [{"prompt": question, "response": "x"} for question in questions]
+    rows, _ = load(texts, tokenizer)
     blank = tokenizer.decode(blank_prompt(rows, sample=10))
     assert blank.replace(" ", "") == BLANK["llama"].replace(" ", "")
 

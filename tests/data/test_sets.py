@@ -4,7 +4,7 @@ from os.path import relpath
 from types import SimpleNamespace
 
 import pytest
-from conftest import fails, make_rows, make_tokenizer, read_rows, reasons, write_rows
+from conftest import fails, make_rows, make_tokenizer, read_rows, reasons, turns, write_rows
 
 from data import sets, tokens
 
@@ -139,12 +139,10 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
 def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(levels):
     """Under --turns all the first question of a conversation trains as well."""
     asked, other = make_rows(2, 1), make_rows(4, 2)
-    thanks = [{"role": "user", "content": "thanks"}, {"role": "assistant", "content": "ok"}]
     rows = [asked[0] | {"system": "Be brief."}, *other[:2]]
     for row in (asked[1], other[2]):
-        turns = [{"role": "user", "content": row["prompt"]}]
-        turns.append({"role": "assistant", "content": row["response"]})
-        rows.append({"messages": turns + thanks})
+        talk = turns(row["prompt"], row["response"], "thanks", "ok")
+        rows.append({"messages": talk})
     lower = [rows[:3], rows[3:]]
     lower = [write_rows(f"{levels.folder}/{n}.jsonl", part) for n, part in enumerate(lower)]
     loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked, turns="all")

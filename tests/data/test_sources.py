@@ -11,7 +11,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, fails, make_tokenizer, reasons
+from conftest import case, fails, make_tokenizer, reasons
 
 from data import layouts, sets, sources, tokens
 from runtime.hub import hub_answers
@@ -357,8 +357,6 @@ def test_hub_name_without_a_network(tmp_path, monkeypatch, capsys):
 
 # --- what public reports are made of --------------------------------------------------------------
 
-CASES = ROOT.parent / "shared" / "cases"
-
 
 @pytest.mark.parametrize(
     "name, count, fact",
@@ -374,12 +372,8 @@ CASES = ROOT.parent / "shared" / "cases"
         ("folder_split@test", 1, ""),
     ],
 )
-def test_cases_of_public_reports(tmp_path, name, count, fact):
-    if not CASES.is_dir():
-        pytest.skip(
-            "the files of public cases lie beside the repository, in ../shared/cases"
-        )
-    rows, report = tokens.load_rows(CASES / name, make_tokenizer(), cache_dir=tmp_path)
+def test_cases_of_public_reports(load, name, count, fact):
+    rows, report = load(case(name))
     assert len(rows) == report["rows_in_source"] == count
     assert sets.left_out(report) == (fact and f", {fact}")
     for row in rows:

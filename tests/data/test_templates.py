@@ -2,7 +2,7 @@
 
 import pytest
 import tokenizers
-from conftest import CHATML, ROOT, fails, make_tokenizer, read_rows
+from conftest import CHATML, case, fails, make_tokenizer, read_rows, turns
 from transformers import PreTrainedTokenizerFast
 
 from data import tokens
@@ -14,14 +14,7 @@ LLAMA3 = (
     "{{ m['content'] | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant<|im_end|>\n\n{% endif %}"
 )
-TALK = {
-    "messages": [
-        {"role": "user", "content": "a?"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c?"},
-        {"role": "assistant", "content": "d"},
-    ]
-}
+TALK = {"messages": turns("a?", "b", "c?", "d")}
 
 
 def with_bos(tokenizer):
@@ -488,11 +481,7 @@ NO_SYSTEM = (
 )
 def test_cases_of_chat_templates(tmp_path, name, template, count):
     """Every row trains on its own answer, or is set aside; turns end as the template ends them."""
-    file = ROOT.parent / "shared" / "cases" / f"{name}.jsonl"
-    if not file.is_file():
-        pytest.skip(
-            "the files of public cases lie beside the repository, in ../shared/cases"
-        )
+    file = case(f"{name}.jsonl")
     tokenizer = make_tokenizer(template)
     rows, report = tokens.load_rows(file, tokenizer, turns="all", cache_dir=tmp_path)
     source = read_rows(file)

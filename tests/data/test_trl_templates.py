@@ -4,25 +4,20 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import make_tokenizer, write_rows
+from conftest import make_tokenizer, turns, write_rows
 
 from data import templates, tokens
 from data.layouts import Unusable
 
 MARKER = re.compile(r"<\|\w+\|?>|<\w+\|>|<｜[^<>｜]+｜>|<(?:start|end)_of_turn>")
-QUESTION = {"role": "user", "content": "Capital of France?"}
-ANSWER = {"role": "assistant", "content": "The capital is Paris."}
+QUESTION = "Capital of France?"
+ANSWER = "The capital is Paris."
 THOUGHT = "<think>\nI recall it.\n</think>\n\nIt is Rome."
 SOURCES = {
-    "plain": [QUESTION, ANSWER],
-    "system": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER],
-    "two turns": [
-        QUESTION,
-        ANSWER,
-        {"role": "user", "content": "Of Italy?"},
-        {"role": "assistant", "content": "It is Rome."},
-    ],
-    "reasoning": [QUESTION, {"role": "assistant", "content": THOUGHT}],
+    "plain": turns(QUESTION, ANSWER),
+    "system": [{"role": "system", "content": "Be brief."}, *turns(QUESTION, ANSWER)],
+    "two turns": turns(QUESTION, ANSWER, "Of Italy?", "It is Rome."),
+    "reasoning": turns(QUESTION, THOUGHT),
 }
 
 

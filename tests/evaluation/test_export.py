@@ -10,24 +10,20 @@ from conftest import (
     by_row_id,
     listing,
     make_rows,
-    make_tokenizer,
     read_rows,
     row_ids,
+    turns,
     write_rows,
 )
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import curate
-from data import layouts, messages, sets, tokens
+from data import layouts, messages, sets
 from evaluation.export import FORMATS, copies_of, mean_one_weights
 
 TURNS = ("messages", "prompt-completion")  # formats that keep them
 COLUMNS = ("input_ids", "trained", "hash", "prompt", "response", "messages")
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def assistant(text):
@@ -41,11 +37,11 @@ def talks(count=12):
         fronts = (
             [],
             [{"role": "system", "content": "Be brief."}],
-            [user(f"first {number}?"), assistant("6")],
+            turns(f"first {number}?", "6"),
             [assistant("Hello")],
         )
-        exchange = [user(row["prompt"]), assistant(row["response"])]
-        rows.append({"messages": [*fronts[number % 4], *exchange]})
+        exchange = turns(row["prompt"], row["response"])
+        rows.append({"messages": fronts[number % 4] + exchange})
     return rows
 
 
@@ -100,42 +96,32 @@ def ranking_of(tmp_path, sources, **columns):
 
 def as_trainer(file, tmp_path):
     """The rows as `datasets` reads them for a trainer."""
-    return datasets.load_dataset(
-        "json",
-        data_files=str(file),
-        split="train",
-        cache_dir=str(tmp_path / "hf"),
-    )
+    options = {"split": "train", "cache_dir": str(tmp_path / "hf")}
+    return datasets.load_dataset("json", data_files=str(file), **options)
 
 
 @pytest.mark.parametrize("layout", TURNS)
 @pytest.mark.parametrize("model", ["llama", "neox"])
 def test_unchanged_answers_have_the_tokens_of_the_original_rows(
-    curated, export, tmp_path, folders, layout, model
+    curated, export, load, tmp_path, folders, layout, model
 ):
     """Read with `datasets`, as a trainer does, and by our own reader: token by token."""
     run = curated(model=model)
     tokenizer = AutoTokenizer.from_pretrained(folders[model])
-    options = {"cache_dir": tmp_path / "c"}
-    before, _ = tokens.load_rows(tmp_path / "talks.jsonl", tokenizer, **options)
+    before, _ = load("talks.jsonl", tokenizer)
     assert {entry["recommended"] for entry in run.curated} <= {"original", "undecided"}
     file, _ = export(run.out, "--format", layout)
     again = write_rows(tmp_path / "again.jsonl", list(as_trainer(file, tmp_path)))
     for source in (file, again):
-        rows, _ = tokens.load_rows(source, tokenizer, **options)
+        rows, _ = load(source, tokenizer)
         for column in COLUMNS:
             assert list(rows[column]) == list(before[column]), column
 
 
 # --- by hand --------------------------------------------------------------------------------------
 
-EXCHANGE = [user("p"), assistant("r")]
-TALK = [
-    {"role": "system", "content": "s"},
-    user("2*3?"),
-    assistant("6"),
-    user("minus 1?"),
-]
+EXCHANGE = turns("p", "r")
+TALK = [{"role": "system", "content": "s"}, *turns("2*3?", "6", "minus 1?")]
 TRANSCRIPT = layouts.transcript(TALK)
 TOOLS = '[{"name": "clock"}]'
 BY_HAND = {
@@ -170,8 +156,8 @@ def by_hand(tmp_path):
         [
             {"messages": EXCHANGE, "tools": None},
             {"messages": [*TALK, assistant("4")], "tools": TOOLS},
-            {"messages": [user("q"), assistant("r")]},
-            {"messages": [user("p"), assistant("q")]},
+            {"messages": turns("q", "r")},
+            {"messages": turns("p", "q")},
         ],
     )
     return ranking_of(
@@ -317,7 +303,7 @@ def test_a_ranking_without_weights_and_columns_of_unknown_names(
     assert "has no source" in refused(export, ranked.file)
 
 
-def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
+def test_what_an_online_run_recommends(online, files, export, load, tmp_path, bent):
     """Kept or rewritten rows with the recommended response; pairs of every rewritten row."""
     bent("refined", "original", "undecided")
     paths = files(upper=6)
@@ -349,7 +335,7 @@ def test_what_an_online_run_recommends(online, files, export, tmp_path, bent):
     file, _ = export(run.out, "--format", "pairs")
     rows = read_rows(file)
     assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == pairs
-    loaded, _ = sets.load_pairs(file, make_tokenizer(), cache_dir=tmp_path / "cache")
+    loaded, _ = load(file, read=sets.load_pairs)
     assert 3 < len(loaded) <= len(pairs)
 
 

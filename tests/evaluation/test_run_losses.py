@@ -5,13 +5,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import copy_tree, make_rows, read_json, read_rows, write_rows
+from conftest import copy_tree, make_rows, read_json, read_rows, rewrite, write_rows
 from fabricated import evaluate
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from batches import row_losses
-from data import tokens
 from evaluation.comparison import comparison_rows
 from evaluation.losses import load_trained
 from evaluation.runs import Run
@@ -53,7 +51,7 @@ def test_losses_of_another_file(files, train, tmp_path, capfd):
     assert not (run.out / "losses.json").exists()
 
 
-def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp_path):
+def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, load):
     """The kept rows and those with a recommended answer, which counts instead, scored by hand."""
     run = online(files(lower=20, upper=20), epochs=1)
     rows = []
@@ -67,11 +65,7 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, tmp
     write_rows(run.out / "curated.jsonl", run.curated)
     loss = measure(run)["lower_refined"]
     model, _, trained = load_trained(str(run.out))
-    by_hand, _ = tokens.load_rows(
-        write_rows(tmp_path / "hand.jsonl", rows),
-        AutoTokenizer.from_pretrained(trained.args.model),
-        cache_dir=tmp_path / "hand",
-    )
+    by_hand, _ = load(rows, AutoTokenizer.from_pretrained(trained.args.model))
     assert loss == pytest.approx(row_losses(model, by_hand)[0].mean().item(), abs=1e-6)
     (row,) = comparison_rows([Run(run.out)])
     assert row["lower_refined"]["mean"] == loss
@@ -98,10 +92,7 @@ def test_a_base_that_has_changed_is_refused(files, train, folders, tmp_path, ref
     """The adapter belongs to the weights of then."""
     base = shutil.copytree(folders["llama"], tmp_path / "base")
     run = train(files(), base, epochs=1)
-    weights = load_file(base / "model.safetensors")
-    name = next(iter(weights))
-    weights[name] = weights[name] + 1
-    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    rewrite(base / "model.safetensors", lambda tensors: tensors["lm_head.weight"].add_(1))
     assert "has changed since the run" in refused(load_trained, str(run.out))
 
 

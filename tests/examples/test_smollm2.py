@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ran
+from conftest import ran, turns
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_the_model_is_written_with_its_chat_template(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = turns("What is the capital of France?")
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -5,7 +5,7 @@ import random
 import datasets
 import pytest
 import torch
-from conftest import copy_tree, make_adapter, make_rows, make_tokenizer, write_rows
+from conftest import copy_tree, make_adapter, make_rows, make_tokenizer, turns, write_rows
 
 from examples import own_loop
 
@@ -37,13 +37,9 @@ def test_eq_trl_with_weights_is_sft_with_weights(train, files, folders, tmp_path
     rows = []
     for line in ranking:
         row = source[line["row_id"]]
-        rows.append(
-            {
-                "prompt": [{"role": "user", "content": row["prompt"]}],
-                "completion": [{"role": "assistant", "content": row["response"]}],
-                "weight": line["weight"] / mean,
-            }
-        )
+        question, answer = turns(row["prompt"], row["response"])
+        weight = line["weight"] / mean
+        rows.append({"prompt": [question], "completion": [answer], "weight": weight})
     settings = trl.SFTConfig(
         output_dir=str(tmp_path / "trl"),
         per_device_train_batch_size=4,

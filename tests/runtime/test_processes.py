@@ -14,12 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    ROOT,
     error_lines,
     flags,
-    python,
     read_json,
     read_rows,
+    started,
     write_files,
     write_pairs,
 )
@@ -73,12 +72,12 @@ def free_port():
         return free.getsockname()[1]
 
 
-def start(folder, runs, kill=(), count=2, **environment):
+def start(folder, runs, kill=(), count=2):
     """torchrun on [(script, out, flags), ...] below `folder` -> exit code, stdout and stderr."""
     jobs = [[script, flags(**options, out=folder / out)] for script, out, options in runs]
     (folder / "runs.json").write_text(json.dumps(jobs))
     (folder / "worker.py").write_text(WORKER)
-    words, variables = python(
+    words = [
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
@@ -89,16 +88,8 @@ def start(folder, runs, kill=(), count=2, **environment):
         folder / "runs.json",
         folder / "facts",
         *kill,
-        **environment,
-    )
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=variables,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    ]
+    with started(*words, stderr=subprocess.PIPE) as process:
         try:
             out, err = process.communicate(timeout=280)
         finally:
@@ -329,9 +320,10 @@ def test_bad_input_is_said_once(options, tmp_path, name, value):
 
 
 @pytest.mark.slow
-def test_another_file_on_another_machine_is_refused(options, tmp_path):
+def test_another_file_on_another_machine_is_refused(options, tmp_path, monkeypatch):
     """As if the second process read other rows: said before anything is trained or written."""
-    done = start(tmp_path, [("train_offline", "run", options)], OTHER_ROWS="1")
+    monkeypatch.setenv("OTHER_ROWS", "1")
+    done = start(tmp_path, [("train_offline", "run", options)])
     (line,) = done.errors
     assert "process 1 has the data lower 'other' and process 0 has" in line
     assert not (tmp_path / "run").exists()

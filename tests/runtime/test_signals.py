@@ -5,18 +5,17 @@ import random
 import shlex
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from conftest import (
-    ROOT,
     contents,
     error_lines,
     flags,
     leftovers,
     listing,
-    python,
+    ran,
+    started,
     write_files,
 )
 
@@ -58,12 +57,12 @@ try:
     raise KeyboardInterrupt
 except BaseException as error:
     raise ImportError("no such module") from error"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
-    assert (done.returncode, done.stderr) == (130, b"error: interrupted\n")
+    done = ran("-c", code)
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
     code = "import runtime; raise ImportError('no such module')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    done = ran("-c", code)
     assert done.returncode == 1
-    assert b"no such module" in done.stderr
+    assert "no such module" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,26 +117,12 @@ def test_a_signal_at_any_instant_is_one_line(forks, folders, tmp_path, seed):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_torchrun_is_one_line(folders, tmp_path, number):
     """Ctrl-C reaches both processes and torchrun, SIGTERM torchrun, which passes it on."""
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train_offline.py",
-        *command_of(tmp_path, folders, "run", epochs=300, method="mix"),
-    ]
+    words = shlex.split("-m torch.distributed.run --standalone --nproc-per-node 2")
+    words += ["train_offline.py"]
+    words += command_of(tmp_path, folders, "run", epochs=300, method="mix")
     run = tmp_path / "run"
-    with subprocess.Popen(
-        words,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=python()[1],
-    ) as process:
+    pipes = {"stderr": subprocess.PIPE, "start_new_session": True}
+    with started(*words, **pipes) as process:
         wait_until(lambda: steps(run) >= 5 or process.poll() is not None)
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         err = process.communicate(timeout=120)[1]
