@@ -20,12 +20,7 @@ from bmo_weights import (
 )
 
 F64 = torch.float64
-SHAPES = [
-    (1,),
-    (5,),
-    (3, 5),
-    (2, 3, 4),
-]
+SHAPES = [(1,), (5,), (3, 5), (2, 3, 4)]
 
 
 def random_losses(shape, seed=0):
@@ -205,12 +200,7 @@ def test_eq_expected_weighted_gradient_is_zero_at_temperature_one(stop):
     """
     answers = list(itertools.product((0, 1), repeat=3))
     if stop:
-        answers = [
-            (1,),
-            (0, 1),
-            (0, 0, 1),
-            (0, 0, 0),
-        ]
+        answers = [(1,), (0, 1), (0, 0, 1), (0, 0, 0)]
     old = normal(30, seed=4)
     theta = old + 0.3 * normal(30, seed=5)
     now = log_probs(theta, answers)

@@ -16,11 +16,7 @@ from row_tests import __main__ as row_tests_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
 # Other processors round otherwise, some answers differ.
-LOSS, ANSWERS, SHARE = (
-    0.004,
-    0.06,
-    0.02,
-)
+LOSS, ANSWERS, SHARE = (0.004, 0.06, 0.02)
 
 
 def put_in(text, names):

@@ -212,11 +212,7 @@ def test_eq_penalty_schedule():
 
 @pytest.mark.parametrize(
     "epoch, rho_start, rho_step",
-    [
-        (9, 0.1, 0.1),
-        (3, 0.3, -0.1),
-        (0, NAN, 0.1),
-    ],
+    [(9, 0.1, 0.1), (3, 0.3, -0.1), (0, NAN, 0.1)],
 )
 def test_penalty_outside_the_open_interval_is_refused(epoch, rho_start, rho_step):
     with pytest.raises(ValueError, match=r"rho must lie inside \(0, 1\)"):

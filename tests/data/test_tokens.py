@@ -60,11 +60,7 @@ def test_eos_on_complete_rows_only(load):
     assert full["complete"]
     assert full["input_ids"].count(0) == full["trained"][-1] == 1
     # length - 1: only the EOS has no room.
-    for cut in (
-        length - 1,
-        length - 2,
-        length // 2,
-    ):
+    for cut in (length - 1, length - 2, length // 2):
         rows, report = load(max_length=cut)
         assert rows[0]["input_ids"] == full["input_ids"][:cut]
         assert not rows[0]["complete"]
@@ -110,18 +106,7 @@ def test_end_markers_of_other_models_are_cut(load, marker):
 
 def test_labels_pass_through(load):
     # As spreadsheets write them.
-    labels = (
-        True,
-        "TRUE",
-        "1",
-        1,
-        False,
-        "False",
-        0,
-        None,
-        "",
-        math.nan,
-    )
+    labels = (True, "TRUE", "1", 1, False, "False", 0, None, "", math.nan)
     source = [{"prompt": "a", "response": "b", "bad": bad, "kind": "cut"} for bad in labels]
     rows, report = load([*source, {"prompt": "a", "response": "c"}])
     assert list(rows["bad"]) == [True] * 4 + [False] * 7

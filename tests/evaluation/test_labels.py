@@ -45,14 +45,7 @@ def test_eq_ranking_metrics_by_hand():
     scores = [0.9, 0.1, 0.5, 0.3, 0.2, 0.8]
     bad = [False, True, True, False, True, False]
     # Of a good row it says nothing.
-    kinds = [
-        "cut",
-        "cut",
-        "other",
-        "clean",
-        "cut",
-        "clean",
-    ]
+    kinds = ["cut", "cut", "other", "clean", "cut", "clean"]
     assert ranking_metrics(scores, bad, kinds) == {
         "auroc": pytest.approx(8 / 9),  # all pairs but (0.3 good, 0.5 other)
         "auroc/cut": 1.0,

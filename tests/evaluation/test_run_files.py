@@ -35,12 +35,7 @@ DAMAGES = {
     "cut": lambda whole: whole[: len(whole) // 2 - 3] + b"\n",
 }
 # Figures may be missing.
-SOUND = (
-    "base.json",
-    "losses.json",
-    "result.json",
-    "metrics.jsonl",
-)
+SOUND = ("base.json", "losses.json", "result.json", "metrics.jsonl")
 
 
 @pytest.fixture

@@ -102,13 +102,7 @@ def test_files_are_lists_or_lines_and_may_begin_with_a_byte_order_mark(tmp_path)
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b"[1]",
-        b"[]",
-        b'[{"instruction": "a"}]',
-    ],
+    [b"[" * 100_000, b"\xff\xfe", b"[1]", b"[]", b'[{"instruction": "a"}]'],
 )
 def test_damaged_files_are_one_line(tmp_path, refused, content):
     good = write(tmp_path / "good.json", [{"instruction": "a", "output": "x"}])

@@ -12,11 +12,7 @@ from utils import content_hash
 
 @pytest.mark.parametrize(
     "count, total, low, high",
-    [
-        (0, 10, 0.0, 0.2775),
-        (1, 30, 0.0059, 0.1667),
-        (0, 0, 0.0, 1.0),
-    ],
+    [(0, 10, 0.0, 0.2775), (1, 30, 0.0059, 0.1667), (0, 0, 0.0, 1.0)],
 )
 def test_eq_intervals_are_those_of_the_tables(count, total, low, high):
     assert audit.wilson(count, total) == pytest.approx((low, high), abs=1e-4)

@@ -47,11 +47,7 @@ def test_scalarised_set_of_two_objectives_against_a_fine_grid():
         True,
     ]
     parallel = tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
-    assert equivalence.scalarised(parallel).tolist() == [
-        True,
-        True,
-        False,
-    ]
+    assert equivalence.scalarised(parallel).tolist() == [True, True, False]
 
 
 def test_bmo_and_bds_part_on_a_concave_front_only():
