@@ -206,6 +206,11 @@ def turns(*texts):
     return messages
 
 
+def as_alpaca(rows):
+    """The same rows in another layout."""
+    return [{"instruction": row["prompt"], "output": row["response"]} for row in rows]
+
+
 def write_rows(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import make_adapter, make_neox, seeded
+from conftest import assert_near, make_adapter, make_neox, seeded
 
 import generate as generate_module
 from generate import _SeededSampler, folded, generate, is_copy, repetition
@@ -296,7 +296,7 @@ def test_folded_logits_equal_unfolded_and_the_weights_come_back_bitwise(model):
     assert not torch.allclose(base, plain, atol=0.1)  # the adapter does something
     changed = {name for name in before if not torch.equal(before[name], moved[name])}
     assert changed == {name for name in before if name.endswith("base_layer.weight")}
-    torch.testing.assert_close(weights_of(model), before, rtol=0, atol=0)
+    assert_near(weights_of(model), before, 0)
 
 
 def test_only_the_active_adapter_is_folded(folders, tmp_path):

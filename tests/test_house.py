@@ -291,6 +291,7 @@ def test_a_diff_of_the_two_loops_shows_what_algorithm_1_adds():
 
 
 def test_losses_and_steps_take_values_and_not_the_arguments():
+    nodes = []
     for name in (
         "batches",
         "upper",
@@ -300,21 +301,22 @@ def test_losses_and_steps_take_values_and_not_the_arguments():
         "selector",
         "generate",
     ):
-        for node in ast.walk(TREES[name]):
-            if isinstance(node, ast.FunctionDef):
-                assert not {a.arg for a in node.args.args} & {"args", "run"}, node.name
+        nodes += ast.walk(TREES[name])
+    takes_arguments = {
+        "main",
+        "parse_args",
+        "plan_masks",
+        "sampling_options",
+        "train",
+        "finish",
+    }
     for name in ("train_offline", "train_online"):
         for node in TREES[name].body:
-            takes_arguments = {
-                "main",
-                "parse_args",
-                "plan_masks",
-                "sampling_options",
-                "train",
-                "finish",
-            }
-            if isinstance(node, ast.FunctionDef) and node.name not in takes_arguments:
-                assert not {a.arg for a in node.args.args} & {"args", "run"}, node.name
+            if getattr(node, "name", None) not in takes_arguments:
+                nodes.append(node)
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef):
+            assert not {a.arg for a in node.args.args} & {"args", "run"}, node.name
 
 
 def test_arguments_are_not_written_to_after_they_were_parsed():

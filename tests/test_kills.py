@@ -6,7 +6,7 @@ import time
 
 import pytest
 from conftest import flags, leftovers, write_files
-from test_resume import fingerprint
+from test_resume import assert_equal
 
 COMMON = {"batch": 4, "micro_batch": 2, "lr": 1e-2, "save_every": 3, "epochs": 4}
 SCRIPTS = {
@@ -35,7 +35,6 @@ def killed_often(forks, script, folder, model, kills, seed):
         return [*flags(**options, out=run, cache_dir=run.with_suffix(".cache")), *more]
 
     assert forks.run(script, words(folder / "whole")) == 0, forks.log.read_text()
-    whole = fingerprint(folder / "whole")
     seconds = forks.seconds
     rng = random.Random(seed)
     instants = []
@@ -53,9 +52,7 @@ def killed_often(forks, script, folder, model, kills, seed):
                 break
             assert code == -signal.SIGKILL, (seed, instants, forks.log.read_text())
             more = ["--resume"]
-        files = fingerprint(run)
-        assert files.keys() == whole.keys(), (seed, instants)
-        assert [n for n in files if files[n] != whole[n]] == [], (seed, instants)
+        assert_equal(run, folder / "whole", (seed, instants))
         assert not leftovers(run), (seed, instants)
     print(
         f"\n{script}: killed at {[round(instant / seconds, 2) for instant in instants]} of "

@@ -16,7 +16,7 @@ from row_tests import __main__ as row_tests_command
 
 LESSON = (ROOT / "docs" / "lesson.md").read_text().replace("\\\n", " ")
 # Other processors round otherwise, some answers differ.
-LOSS, ANSWERS, SHARE = (0.004, 0.06, 0.02)
+LOSS, ANSWERS, SHARE = 0.004, 0.06, 0.02
 
 
 def put_in(text, names):
@@ -126,23 +126,22 @@ def test_the_lesson_is_what_happens(tmp_path, monkeypatch):
             assert budget == 3 * raw["lower_tokens"]
         if out.suffix == ".jsonl":  # a ranking, and no run
             continue
+        steps = read_rows(out / "metrics.jsonl")
         if change:
-            assert all(
-                step["ratio_mean"] is None for step in read_rows(out / "metrics.jsonl")
-            )
-        logged |= {key for row in read_rows(out / "metrics.jsonl") for key in row}
+            assert all(step["ratio_mean"] is None for step in steps)
+        logged |= {key for step in steps for key in step}
         logged |= set(final_metrics(Run(out))) | set(read_rows(out / "weights.jsonl")[0])
         if (out / "curated.jsonl").exists():
             logged |= set(read_rows(out / "curated.jsonl")[0])
     assert not wrong
     assert tables == 10
     assert not {key for key in logged if not in_glossary(key)}
-    steps = read_rows(tmp_path / "runs/lesson/online/metrics.jsonl")
+    steps = read_rows("runs/lesson/online/metrics.jsonl")
     assert {step["ratio_mean"] for step in steps if "answers" in step} == {1.0}
     assert all(0.85 < step["ratio_mean"] < 1.2 for step in steps)
     assert sum(step["ratio_max"] > 2 for step in steps) < 0.1 * len(steps)
-    rhos = [step["rho"] for step in read_rows(tmp_path / "runs/lesson/bds/metrics.jsonl")]
-    assert sorted(set(rhos)) == [0.1, 0.2, 0.3]
+    rhos = {step["rho"] for step in read_rows("runs/lesson/bds/metrics.jsonl")}
+    assert rhos == {0.1, 0.2, 0.3}
 
 
 def test_every_section_of_the_lesson_is_read():

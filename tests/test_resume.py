@@ -57,10 +57,11 @@ def fingerprint(run):
     return files
 
 
-def assert_equal(run, whole):
+def assert_equal(run, whole, where=None):
+    """Asserts that two runs left the same; where: what a failure tells besides."""
     run, whole = fingerprint(run), fingerprint(whole)
-    assert run.keys() == whole.keys()
-    assert [name for name in run if run[name] != whole[name]] == []
+    assert run.keys() == whole.keys(), where
+    assert [name for name in run if run[name] != whole[name]] == [], where
 
 
 def test_a_run_does_not_go_on_by_an_edited_ranking(train, online, files, refused):

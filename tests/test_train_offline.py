@@ -13,6 +13,7 @@ import torch
 from by_hand import omega
 from conftest import (
     ROOT,
+    as_alpaca,
     by_row_id,
     flags,
     leftovers,
@@ -312,9 +313,7 @@ def test_eq_given_weights_are_those_of_the_loss(train, files, tmp_path):
 def test_two_sources_of_two_layouts(train, files, tmp_path):
     """The bad one has less weight and fewer kept rows; --keep, --weights and a resume know both."""
     paths = files(lower=10, upper=10)
-    good = []
-    for row in read_rows(paths["upper"]):
-        good.append({"instruction": row["prompt"], "output": row["response"]})
+    good = as_alpaca(read_rows(paths["upper"]))
     sources = [paths["lower"], write_rows(tmp_path / "good.jsonl", good)]
     options = {"lower": sources, "batch": 4, "omega_lr": 50, "keep_fraction": 0.5}
     options |= {"lr": 1e-2, "epochs": 4, "model": "llama"}
@@ -390,8 +389,6 @@ def test_run_folder_and_metrics(train, files):
         ends = step["step"] % 3 == 2
         for key in ("omega/entropy", *of_epochs):
             assert (key in step) == ends
-        mixed = step["rho"] * step["lower_loss"] + (1 - step["rho"]) * step["upper_loss"]
-        assert step["loss"] == pytest.approx(mixed)
     for key in of_epochs:
         assert run.result[key] == run.metrics[-1][key]
 

@@ -12,7 +12,15 @@ import by_hand
 import pytest
 import torch
 from by_hand import adapter, mean_loss, omega, token_logps, tokens_of
-from conftest import make_tokenizer, read_rows, row_ids, tensor, write_pairs, write_rows
+from conftest import (
+    assert_near,
+    make_tokenizer,
+    read_rows,
+    row_ids,
+    tensor,
+    write_pairs,
+    write_rows,
+)
 from test_train_offline import differing, same_adapter
 
 import batches
@@ -71,7 +79,7 @@ class ByHand(by_hand.Run):
         for place, (_, old_logps) in self.states[k]["buffer"].items():
             sums = [token_logps(model, answer).sum() for answer in self.answers(k, place)]
             self.old[place] = torch.stack(sums).detach()
-            torch.testing.assert_close(old_logps, self.old[place], rtol=1e-6, atol=1e-6)
+            assert_near(old_logps, self.old[place], 1e-6)
 
     def lower_losses(self, model, k, rows, weighted=False):
         if weighted and k % self.k_gen == 0:

@@ -4,7 +4,16 @@ from os.path import relpath
 from types import SimpleNamespace
 
 import pytest
-from conftest import fails, make_rows, make_tokenizer, read_rows, reasons, turns, write_rows
+from conftest import (
+    as_alpaca,
+    fails,
+    make_rows,
+    make_tokenizer,
+    read_rows,
+    reasons,
+    turns,
+    write_rows,
+)
 
 from data import sets, tokens
 
@@ -106,8 +115,7 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     """A row's key is its source and its number there, in every set and report."""
     one, two = make_rows(4, 1), make_rows(4, 2)
     first = write_rows(tmp_path / "one.jsonl", one)
-    talks = [{"instruction": row["prompt"], "output": row["response"]} for row in two]
-    second = write_rows(tmp_path / "two.jsonl", talks)
+    second = write_rows(tmp_path / "two.jsonl", as_alpaca(two))
     both = {"lower": [first, second], "lower_columns": "prompt=prompt,response=response"}
     held_out = [two[1], two[3], one[0]]
     loaded = levels(**both, upper=make_rows(5, 3), lower_heldout=held_out)

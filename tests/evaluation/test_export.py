@@ -7,6 +7,7 @@ import datasets
 import pytest
 import torch
 from conftest import (
+    as_alpaca,
     by_row_id,
     listing,
     make_rows,
@@ -223,9 +224,7 @@ def mixed(tmp_path):
     """(files, ranking) of two sources with the same row_ids; the second one is kept by half."""
     (tmp_path / "b").mkdir()
     first = write_rows(tmp_path / "a.jsonl", make_rows(4, seed=1))
-    alpaca = []
-    for row in make_rows(4, seed=2):
-        alpaca.append({"instruction": row["prompt"], "output": row["response"]})
+    alpaca = as_alpaca(make_rows(4, seed=2))
     second = write_rows(tmp_path / "b" / "rows.json", alpaca)
     kept = [True] * 6 + [False] * 2
     files = [first, second]

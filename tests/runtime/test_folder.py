@@ -36,13 +36,9 @@ time.sleep(60)
 """
 
 
-def owner(out):
-    return started("-c", OWNER, out, stderr=subprocess.PIPE)
-
-
 def test_a_folder_in_use_is_refused_and_free_when_its_process_dies(tmp_path):
     out = tmp_path / "run"
-    process = owner(out)
+    process = started("-c", OWNER, out, stderr=subprocess.PIPE)
     try:
         assert process.stdout.readline() == "open\n"
         (out / ".weights.jsonl.1.partial").write_text("the other one's")

@@ -6,12 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import normal, seeded, tensor
-from theory_cases import (
-    GAMMA,
-    OMEGA,
-    small_problem,
-    small_theta,
-)
+from theory_cases import GAMMA, SIGMA, small_problem, small_theta
 
 from theory import convergence, model
 from theory.model import F64, Theta
@@ -22,10 +17,6 @@ THETA = small_theta()
 SMALL = convergence.instance_of(PROBLEM, GAMMA)
 # 1 + gamma/N is one here.
 UNIT = convergence.Instance(N=1, V=2, gamma=0.0, B_X=1.0, B_q=1.0)
-
-
-def penalty_at(omega, theta):
-    return model.penalty_gradient(torch.softmax(omega, 0), theta, PROBLEM, GAMMA)
 
 
 def test_smoothness_constant_by_hand():
@@ -57,7 +48,7 @@ def test_drift_of_W_kq_needs_the_term_the_lemma_drops():
     """One short step from a W_ov that is not small: the move is linear in S, the stated bound is
     quadratic."""
     theta = Theta(normal(5, 6, seed=1, scale=3.0), normal(6, 6, seed=2, scale=0.1))
-    penalty = penalty_at(OMEGA, theta)
+    penalty = model.penalty_gradient(SIGMA, theta, PROBLEM, GAMMA)
     S = tensor(1e-6 * penalty.loss)
     moved = 1e-6 * convergence.spectral_norm(penalty.gradient.W_kq)
     assert moved > SMALL.B_X**3 * SMALL.B_q * S**2 / 2
