@@ -163,6 +163,20 @@ def make_adapter(base_folder, out, seed=1, scale=0.2, **changes):
     return out
 
 
+def load_base(folder, dtype="auto", **options):
+    """The frozen model of a folder on the CPU, as the training scripts load it."""
+    import models
+
+    return models.load_model(str(folder), torch.device("cpu"), dtype, **options)
+
+
+def with_lora(folder, adapter, dtype="auto", **options):
+    """The same with the adapter of a folder."""
+    import models
+
+    return models.add_lora(load_base(folder, dtype), adapter=str(adapter), **options)
+
+
 @pytest.fixture(scope="session")
 def adapters(folders, tmp_path_factory):
     """Folder of a random adapter for each model of `folders`."""

@@ -13,12 +13,14 @@ from by_hand import token_logps, tokens_of
 from conftest import (
     change_json,
     copy_tree,
+    load_base,
     make_adapter,
     make_llama,
     make_tokenizer,
     rewrite,
     save_model,
     seeded,
+    with_lora,
 )
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +30,6 @@ import models
 from generate import check_folded
 from runtime.folder import fingerprint
 
-CPU = torch.device("cpu")
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 DEEPER = FIRST.replace("layers.0", "layers.7")
 
@@ -78,8 +79,7 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
 
 def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters):
     """Answers are written with the adapter folded into the base: it must be the same model."""
-    base = models.load_model(str(folders["llama"]), CPU)
-    model = models.add_lora(base, adapter=str(adapters["llama"]))
+    model = with_lora(folders["llama"], adapters["llama"])
     check_folded(model, "adapter")
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
     layer.scaling["default"] *= 2
@@ -125,8 +125,7 @@ def test_eq_the_fast_path_is_pefts(
     of by_hand.py go on from here, step by step.)"""
     rows, _ = load(files()["lower"], models.load_tokenizer(folders[name]))
     rows = batches.take(rows, range(9))
-    base = models.load_model(str(folders[name]), CPU, "float64")
-    ours = models.add_lora(base, adapter=str(adapters[name]))
+    ours = with_lora(folders[name], adapters[name], "float64")
     if compiler:
         monkeypatch.setattr(
             "torch.compile", functools.partial(torch.compile, backend=compiler)
@@ -201,7 +200,7 @@ def test_every_bit_counts_in_a_fingerprint(dtype, shape):
 
 
 def weights_of(folder, **options):
-    base = models.load_model(str(folder), CPU, **options)
+    base = load_base(folder, **options)
     return fingerprint(dict(base.named_buffers()) | base.state_dict())
 
 

@@ -11,6 +11,7 @@ import torch
 from by_hand import count_pairs, token_logps
 from conftest import (
     CHATML,
+    load_base,
     make_neox,
     make_tokenizer,
     normal,
@@ -157,7 +158,7 @@ def logp(model, prompt, answer):
 
 def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters):
     """s(y) = (log p(y|x) - log p(y)) / |y|, the adapter switched off and on again."""
-    base = models.load_model(str(folders["neox"]), torch.device("cpu"))
+    base = load_base(folders["neox"])
     prompts, answers, blank = make_prompts(5), make_prompts(5, seed=1), [9, 8]
 
     def score(model, prompt, answer):

@@ -6,18 +6,11 @@ from itertools import chain
 
 import pytest
 import torch
-from conftest import assert_near, make_adapter, make_neox, seeded
+from conftest import assert_near, load_base, make_adapter, make_neox, seeded, with_lora
 
 import generate as generate_module
 from generate import _SeededSampler, folded, generate, is_copy, repetition
-from models import adapter, add_lora, add_twin, bare, load_model
-
-CPU = torch.device("cpu")
-
-
-def with_lora(folder, adapter_folder, **options):
-    model = load_model(str(folder), CPU)
-    return add_lora(model, adapter=str(adapter_folder), **options)
+from models import adapter, add_twin, bare
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
@@ -315,13 +308,13 @@ def test_only_the_active_adapter_is_folded(folders, tmp_path):
     with model.disable_adapter():
         off = ask(model, prompts)
     assert off != alone
-    assert off == ask(load_model(str(folders["llama"]), CPU), prompts)
+    assert off == ask(load_base(folders["llama"]), prompts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_float64_and_padding(folders, temperature):
     """Left padding isolates: a short prompt beside a long one, in float64, equals it alone."""
-    model = load_model(str(folders["neox"]), CPU, "float64")
+    model = load_base(folders["neox"], "float64")
     prompts = [[9, 8], list(range(4, 94))]
     beside = ask(model, prompts, temperature=temperature)
     assert beside[:1] == ask(model, prompts[:1], temperature=temperature)

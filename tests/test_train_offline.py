@@ -26,6 +26,7 @@ from conftest import (
     row_ids,
     save_model,
     tensor,
+    with_lora,
     write_pairs,
     write_rows,
 )
@@ -191,9 +192,7 @@ def test_eq_gradient_does_not_depend_on_the_micro_batch(
 ):
     """Deviation 3's objective is normalised by the whole step: micro batches of 1, 3, 8 and 32 of
     32 upper and 21 lower rows of ragged lengths; online three answers each, or none."""
-    device = torch.device("cpu")
-    model = models.load_model(str(folders["llama"]), device, "float64")
-    model = models.add_lora(model, adapter=str(adapters["llama"]))
+    model = with_lora(folders["llama"], adapters["llama"], "float64")
     tokenizer = models.load_tokenizer(folders["llama"])
     paths = files(lower=63, upper=32)
     rows = {}

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from by_hand import mean_loss, tokens_of
-from conftest import make_llama, read_rows, tensor, write_rows
+from conftest import load_base, make_llama, read_rows, tensor, write_rows
 from safetensors.torch import load_file
 
 import batches
@@ -41,7 +41,7 @@ def test_eq_adam_direction_by_hand():
 
 def adapted(folder):
     """The model with the adapter of LESS above, float64, and the adapter's parameters."""
-    base = models.load_model(folder, torch.device("cpu"), "float64")
+    base = load_base(folder, "float64")
     model = models.add_lora(base, LESS["lora_rank"], LESS["lora_alpha"])
     return model, [parameter for parameter in model.parameters() if parameter.requires_grad]
 

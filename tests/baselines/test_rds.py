@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS, write_rows
+from conftest import WORDS, load_base, write_rows
 
 import models
 from baselines import rds
@@ -12,7 +12,7 @@ from baselines import rds
 @torch.no_grad()
 def brute_vectors(folder, rows):
     """Position-weighted means of the last hidden states, each row alone, float64, unit length."""
-    model = models.load_model(folder, torch.device("cpu"), "float64")
+    model = load_base(folder, "float64")
     vectors = []
     for row in rows:
         ids = torch.tensor([row["input_ids"]])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import mean_loss
-from conftest import WORDS
+from conftest import WORDS, load_base
 
 import models
 from baselines import scores
@@ -30,7 +30,7 @@ def split(row):
 def test_loss_equals_the_models_own_logits(rank, files, load, folders):
     files = files(lower=15)
     rows, _ = load(files["lower"], models.load_tokenizer(folders["llama"]))
-    model = models.load_model(folders["llama"], torch.device("cpu"), "float64")
+    model = load_base(folders["llama"], "float64")
     losses = [brute_loss(model, *split(row)) for row in rows]
     made = rank("loss", files, dtype="float64")
     assert np.allclose(-made.scores, losses, atol=1e-9)
@@ -49,7 +49,7 @@ def test_eq_ifd_by_the_models_own_logits(rank, load, folders, tmp_path, name, mo
     rows, _ = load(texts, tokenizer)
     blank = blank_prompt(rows)
     assert tokenizer.decode(blank).replace(" ", "") == BLANK[name].replace(" ", "")
-    model = models.load_model(folders[name], torch.device("cpu"), "float64")
+    model = load_base(folders[name], "float64")
     ratios = []
     for row in rows:
         prompt, answer = split(row)

@@ -123,7 +123,7 @@ def test_the_adapter_of_a_run_counts(tmp_path, quiet, files, train):
             "qa", run.out, "--tasks", "arc_easy", "--local", tmp_path, "--out", out, *flags
         )
         accuracies[name] = read_json(out)["arc_easy"]["acc"]
-    model, tokenizer, _ = load_trained(str(run.out))
+    model, tokenizer, _ = load_trained(run.out)
     expected = brute_force(model, tokenizer, "arc_easy", rows)[0]
     assert accuracies["run"] == pytest.approx(expected)
     with model.disable_adapter():

@@ -64,7 +64,7 @@ def test_lower_refined_is_the_loss_of_the_recommended_answers(files, online, loa
             rows.append({"prompt": entry["prompt"], "response": entry["response"]})
     write_rows(run.out / "curated.jsonl", run.curated)
     loss = measure(run)["lower_refined"]
-    model, _, trained = load_trained(str(run.out))
+    model, _, trained = load_trained(run.out)
     by_hand, _ = load(rows, AutoTokenizer.from_pretrained(trained.args.model))
     assert loss == pytest.approx(row_losses(model, by_hand)[0].mean().item(), abs=1e-6)
     (row,) = comparison_rows([Run(run.out)])
@@ -93,7 +93,7 @@ def test_a_base_that_has_changed_is_refused(files, train, folders, tmp_path, ref
     base = shutil.copytree(folders["llama"], tmp_path / "base")
     run = train(files(), base, epochs=1)
     rewrite(base / "model.safetensors", lambda tensors: tensors["lm_head.weight"].add_(1))
-    assert "has changed since the run" in refused(load_trained, str(run.out))
+    assert "has changed since the run" in refused(load_trained, run.out)
 
 
 def test_what_is_no_finished_run_is_refused(files, train, folders, tmp_path, refused):
