@@ -20,7 +20,8 @@ from bmo_weights import (
 )
 
 F64 = torch.float64
-SHAPES = [(1,), (5,), (3, 5), (2, 3, 4)]
+SHAPES = pytest.mark.parametrize("shape", [(1,), (5,), (3, 5), (2, 3, 4)])
+TAUS = pytest.mark.parametrize("tau", [0.3, 1.0, 4.0])
 
 
 def random_losses(shape, seed=0):
@@ -30,8 +31,8 @@ def random_losses(shape, seed=0):
 # --- the lemma ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tau", [0.3, 1.0, 4.0])
+@SHAPES
+@TAUS
 def test_eq_bmo_weight(shape, tau):
     """Eq. BMO-weight (Lemma implicit_BMO): lambda_g = exp(-tau L_g) / sum_g' exp(-tau L_g')."""
     losses = random_losses(shape)
@@ -40,8 +41,8 @@ def test_eq_bmo_weight(shape, tau):
     assert_near(response_weights(-losses, tau), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tau", [0.3, 1.0, 4.0])
+@SHAPES
+@TAUS
 def test_eq_gradient_of_the_merit_function_is_the_weighted_sum(shape, tau):
     """Eq. penalty_BMO_lse and Lemma implicit_BMO: grad u = sum_m lambda_m grad L_m, for every tau.
 

@@ -59,6 +59,15 @@ SAMPLING = {
 }
 
 
+def run_of(model, **rows):
+    """What curate.py reads of a run."""
+    return SimpleNamespace(
+        learner=SimpleNamespace(model=model),
+        rows=SimpleNamespace(**rows),
+        tokenizer=make_tokenizer(),
+    )
+
+
 # --- the rule -------------------------------------------------------------------------------------
 
 
@@ -106,15 +115,13 @@ def test_what_is_never_recommended(monkeypatch):
     texts = ("apple", "runs north of the old stone garden", "red blue " * 7, "  ")
     written = [([*tokenizer(text)["input_ids"], 0], True) for text in texts]
     written.append((written[0][0], False))
-    results = {"greedy": written, "calibrate": (0.5, 0.25)}
-    for name, result in results.items():
-        monkeypatch.setattr(curate, name, lambda *_, result=result, **more: result)
+    monkeypatch.setattr(curate, "greedy", lambda *_, **__: written)
+    monkeypatch.setattr(curate, "calibrate", lambda *_, **__: (0.5, 0.25))
     margins = iter([torch.full((5,), 9.0), torch.zeros(5)])
     monkeypatch.setattr(curate, "scores", lambda *_: next(margins))
     monkeypatch.setattr(curate, "blank_prompt", lambda _: [3])
     rows = [batches.answer_row(prompt, [6, 0])] * 5
-    run = SimpleNamespace(tokenizer=tokenizer, learner=SimpleNamespace(model=None))
-    run.rows = SimpleNamespace(lower=rows, upper_heldout=None)
+    run = run_of(None, lower=rows, upper_heldout=None)
     refined, metrics = curate.refine(run, rows, SAMPLING, None)
     assert [answer.recommended for answer in refined] == ["refined"] + ["original"] * 4
     assert refined[0] == curate.Refined("apple", "refined", 9.0)
@@ -156,19 +163,20 @@ def logp(model, prompt, answer):
     return token_logps(model, (torch.tensor(prompt + answer), len(prompt))).sum().item()
 
 
+def score(model, blank, prompt, answer):
+    """s(y): what the prompt tells of an answer, a token, more than a blank one."""
+    return (logp(model, prompt, answer) - logp(model, blank, answer)) / len(answer)
+
+
 def test_eq_score_is_information_a_token_under_the_frozen_base(folders, adapters):
     """s(y) = (log p(y|x) - log p(y)) / |y|, the adapter switched off and on again."""
     base = load_base(folders["neox"])
     prompts, answers, blank = make_prompts(5), make_prompts(5, seed=1), [9, 8]
-
-    def score(model, prompt, answer):
-        return (logp(model, prompt, answer) - logp(model, blank, answer)) / len(answer)
-
-    expected = [score(base, p, y) for p, y in zip(prompts, answers, strict=True)]
+    expected = [score(base, blank, p, y) for p, y in zip(prompts, answers, strict=True)]
     model = models.add_lora(base, adapter=str(adapters["neox"]))
     scores = curate.scores(model, prompts, answers, blank).tolist()
     assert scores == pytest.approx(expected, abs=1e-5)
-    assert abs(score(model, prompts[0], answers[0]) - expected[0]) > 0.01
+    assert abs(score(model, blank, prompts[0], answers[0]) - expected[0]) > 0.01
 
 
 @pytest.fixture
@@ -195,11 +203,7 @@ def calibrate(monkeypatch, folders):
         )
         monkeypatch.setattr(curate, "scores", scores)
         held_out = datasets.Dataset.from_dict(columns)
-        run = SimpleNamespace(
-            learner=SimpleNamespace(model=model),
-            rows=SimpleNamespace(upper_heldout=held_out),
-            tokenizer=make_tokenizer(),
-        )
+        run = run_of(model, upper_heldout=held_out)
         return curate.calibrate(run, SAMPLING, None, [3])
 
     return call
@@ -281,10 +285,6 @@ def test_eq_curated_rows(online, files, folders):
     texts = [f"User: {row['prompt']}\nAssistant:" for row in source]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     blank = empty_prompt(prompts)
-
-    def score(prompt, tokens):
-        return (logp(base, prompt, tokens) - logp(base, blank, tokens)) / len(tokens)
-
     for entry in run.curated:
         row, prompt = source[entry["row_id"]], prompts[entry["row_id"]]
         assert list(entry) == [*COLUMNS, "bad", "kind"]
@@ -308,7 +308,7 @@ def test_eq_curated_rows(online, files, folders):
             text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
             assert entry["refined"] == text
             old = [*tokenizer(" " + row["response"])["input_ids"], 0]
-            margin = score(prompt, tokens) - score(prompt, old)
+            margin = score(base, blank, prompt, tokens) - score(base, blank, prompt, old)
             assert entry["margin"] == pytest.approx(margin, abs=1e-4)
             assert entry["recommended"] != "refined"  # five trusted rows are too few
     check_result(run)

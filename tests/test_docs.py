@@ -18,6 +18,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 README = PAGES["README.md"]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
 RENDERED = re.compile(r"<!-- begin .*?<!-- end [^>]*-->", re.DOTALL)
 
 
@@ -44,7 +45,7 @@ def test_readme_is_short():
     assert len(README.encode()) <= 10_000
 
 
-@pytest.mark.parametrize("page", PAGES)
+@EVERY_PAGE
 def test_tables_have_five_columns_and_a_hundred_characters(page):
     for line in PAGES[page].splitlines():
         if line.startswith("|"):
@@ -52,7 +53,7 @@ def test_tables_have_five_columns_and_a_hundred_characters(page):
             assert len(re.split(r"(?<!\\)\|", line)) - 2 <= 5, line
 
 
-@pytest.mark.parametrize("page", PAGES)
+@EVERY_PAGE
 def test_prose_has_a_hundred_columns(page):
     wide = [
         (number, line)
@@ -217,7 +218,7 @@ def anchors(text):
     }
 
 
-@pytest.mark.parametrize("page", PAGES)
+@EVERY_PAGE
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if target.startswith("http"):
@@ -240,7 +241,7 @@ def stored(name):
     return read_json(ROOT / "results" / f"{name}.json")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@EVERY_PAGE
 def test_rendered_figures_are_the_stored_ones(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     # Else: python -m paper readme.

@@ -249,6 +249,7 @@ def test_a_surrounding_autocast_does_not_round_the_logits(kernel):
 # --- packed rows ----------------------------------------------------------------------------------
 
 MAKERS = {"llama": make_llama, "neox": make_neox}
+BOTH = pytest.mark.parametrize("name", MAKERS)
 LAYERS = {"llama": 14, "neox": 8}  # with an adapter
 BORDERS = ((9, 4), (2, 1), (31, 30), (12, 11), (5, 1), (17, 6))
 
@@ -332,7 +333,7 @@ def mean_loss(model, rows, weights=1.0):
 
 
 @pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_eq_packed_logprobs_are_those_of_single_rows(name, reference):
     """Eq. SFT_def on packed ragged rows, against each row alone in a plain forward, float64."""
     packed, plain = load(name)
@@ -343,7 +344,7 @@ def test_eq_packed_logprobs_are_those_of_single_rows(name, reference):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_eq_theta_gradients_are_those_of_single_rows(name, checkpointing):
     """grad_theta of a weighted sum of mean losses: packed and chunked, through PEFT and gradient
     checkpointing, against plain per-row autograd in float64."""
@@ -360,7 +361,7 @@ def test_eq_theta_gradients_are_those_of_single_rows(name, checkpointing):
     assert_near(gradients, expected, 1e-9)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_rows_do_not_leak(name):
     """Another row in the middle, longer or shorter, leaves every other row as it was; and so do
     rows before and behind."""
@@ -461,7 +462,7 @@ def test_a_sliding_window_shorter_than_a_row_is_refused():
         attend(sliding_window=3)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
     """A leak: what attention does in an architecture that ignores row borders."""
     packed, _ = load(name)
@@ -554,7 +555,7 @@ def test_no_tensor_of_length_by_length_is_made():
 
 
 @pytest.mark.parametrize("base_layer", [torch.nn.Linear, Quantised])
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, base_layer):
     """Every product of the layers, forward and backward; float32 logits; gradients near those of
     float64, and float32, as Adam's masters need. As PEFT is, the adapters' were float32."""
@@ -581,7 +582,7 @@ def test_a_bf16_base_multiplies_in_bf16_and_keeps_float32_adapters(name, base_la
     assert difference.norm() < 0.03 * wanted.norm()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@BOTH
 def test_eq_lora_layers_are_pefts_own(name):
     """Value and gradients of the fused layers against PEFT's forward, float64: one adapter, another
     one active, none."""

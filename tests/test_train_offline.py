@@ -39,6 +39,7 @@ import train_offline
 import train_online
 from utils import UserError, content_hash
 
+SCRIPTS = pytest.mark.parametrize("script", [train_offline, train_online])
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
@@ -186,7 +187,7 @@ def gradient(step, model, *batch, **limits):
     return change.detach()
 
 
-@pytest.mark.parametrize("script", [train_offline, train_online])
+@SCRIPTS
 def test_eq_gradient_does_not_depend_on_the_micro_batch(
     files, load, folders, adapters, script
 ):
@@ -417,7 +418,7 @@ def arguments(script, **given):
     return vars(script.parse_args(flags(**given)))
 
 
-@pytest.mark.parametrize("script", [train_offline, train_online])
+@SCRIPTS
 def test_every_flag_is_read_somewhere(script, here):
     """As `args.flag` or by its name in quotes; a range check alone does not count."""
     names = ("train_offline", "train_online", "session", "curate", "data/sets")

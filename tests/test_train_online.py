@@ -21,7 +21,7 @@ from conftest import (
     write_pairs,
     write_rows,
 )
-from test_train_offline import differing, same_adapter
+from test_train_offline import SCRIPTS, differing, same_adapter
 
 import batches
 import train_offline
@@ -547,7 +547,7 @@ def test_a_chat_template(online, files, states):
     assert run.metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-4)
 
 
-@pytest.mark.parametrize("script", [train_offline, train_online])
+@SCRIPTS
 def test_a_step_adds_in_a_fixed_order(script, monkeypatch):
     """Torch is as it was behind a step, also behind one that breaks off."""
 

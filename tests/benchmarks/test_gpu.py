@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import ran, read_json
+from conftest import flags, ran, read_json
 
 from benchmarks import gpu_parts
 from benchmarks.__main__ import main
@@ -45,16 +45,7 @@ def call(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))  # the command changes it
 
     def run(minutes=1):
-        main(
-            [
-                "gpu",
-                "--rehearse",
-                "--out",
-                str(tmp_path / "out"),
-                "--minutes",
-                str(minutes),
-            ]
-        )
+        main(["gpu", "--rehearse", *flags(out=tmp_path / "out", minutes=minutes)])
         names = begun.read_text().split() if begun.exists() else []
         return {part.name: names.count(part.name) for part in parts}
 

@@ -43,7 +43,6 @@ def levels(tmp_path):
             setattr(settings, name, value)
         return sets.load_levels(settings, make_tokenizer(), 128)
 
-    call.folder = tmp_path
     return call
 
 
@@ -78,11 +77,8 @@ def test_held_out_rows_are_read_the_way_their_level_is(levels):
         lower_limit=4,
         upper_limit=3,
     )
-    assert (len(loaded.lower), len(loaded.upper), len(loaded.upper_heldout)) == (
-        4,
-        3,
-        4,
-    )
+    assert len(loaded.lower) == len(loaded.upper_heldout) == 4
+    assert len(loaded.upper) == 3
     assert "never read" not in loaded.upper_heldout["prompt"][:]
 
 
@@ -119,8 +115,9 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     both = {"lower": [first, second], "lower_columns": "prompt=prompt,response=response"}
     held_out = [two[1], two[3], one[0]]
     loaded = levels(**both, upper=make_rows(5, 3), lower_heldout=held_out)
-    assert keys(loaded.lower) == [
-        *zip([first] * 3 + [second] * 2, [1, 2, 3, 0, 2], strict=True)
+    assert keys(loaded.lower) == [(first, n) for n in (1, 2, 3)] + [
+        (second, 0),
+        (second, 2),
     ]
     assert not sets.prompt_overlap(loaded.lower, loaded.lower_heldout)
     report = loaded.reports["lower"]
@@ -144,7 +141,9 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     )
 
 
-def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(levels):
+def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(
+    levels, tmp_path
+):
     """Under --turns all the first question of a conversation trains as well."""
     asked, other = make_rows(2, 1), make_rows(4, 2)
     rows = [asked[0] | {"system": "Be brief."}, *other[:2]]
@@ -152,7 +151,7 @@ def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(
         talk = turns(row["prompt"], row["response"], "thanks", "ok")
         rows.append({"messages": talk})
     lower = [rows[:3], rows[3:]]
-    lower = [write_rows(f"{levels.folder}/{n}.jsonl", part) for n, part in enumerate(lower)]
+    lower = [write_rows(tmp_path / f"{n}.jsonl", part) for n, part in enumerate(lower)]
     loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked, turns="all")
     assert [key[1] for key in keys(loaded.lower)] == [1, 2, 1]
     loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked)

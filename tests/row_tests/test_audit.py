@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from conftest import fails, read_rows, result_of, row_ids, write_rows
+from conftest import fails, flags, read_rows, result_of, row_ids, write_rows
 
 from row_tests import audit
 from row_tests.__main__ import main
@@ -36,16 +36,13 @@ def words(tmp_path, folders):
     return [
         "audit",
         write_rows(tmp_path / "ranking.jsonl", ranking),
-        "--lower",
-        write_rows(tmp_path / "rows.jsonl", rows),
-        "--model",
-        str(folders["llama"]),
-        "--out",
-        str(tmp_path / "verdicts.jsonl"),
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "--count",
-        "8",
+        *flags(
+            lower=write_rows(tmp_path / "rows.jsonl", rows),
+            model=folders["llama"],
+            out=tmp_path / "verdicts.jsonl",
+            cache_dir=tmp_path / "cache",
+            count=8,
+        ),
     ]
 
 

@@ -33,7 +33,7 @@ def command_of(folder, folders, out, **more):
         "lr": 1e-2,
     }
     options |= write_files(folder, lower=24, upper=10, upper_heldout=4)
-    return [str(word) for word in flags(**options | more)]
+    return flags(**options | more)
 
 
 def steps(run):

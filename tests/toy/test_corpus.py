@@ -34,36 +34,19 @@ def base():
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ([], "70f4e8991d71fa9f"),
-        (["--seed", "3"], "b6d2a4b10b2087e1"),
-        (
-            ["--noise", "0.2", "--contrary", "1", "--upper", "pairs"],
-            "48fcc7f50574a6fb",
-        ),
-        (
-            [
-                "--noise",
-                "0.6",
-                "--contrary",
-                "0.6666667",
-                "--upper",
-                "unrelated",
-            ],
-            "fc21da81ba3a0227",
-        ),
+        ("", "70f4e8991d71fa9f"),
+        ("--seed 3", "b6d2a4b10b2087e1"),
+        ("--noise 0.2 --contrary 1 --upper pairs", "48fcc7f50574a6fb"),
+        ("--noise 0.6 --contrary 0.6666667 --upper unrelated", "fc21da81ba3a0227"),
     ],
 )
 def test_the_rows_are_these_bytes(tmp_path, capsys, words, expected):
     """Stored results and tests of runs stand on these very rows."""
     for _ in range(2):  # its own rows may be written anew
-        command.main(["write", "--out", str(tmp_path / "rows"), *words])
+        command.main(["write", "--out", str(tmp_path / "rows"), *words.split()])
     files = capsys.readouterr().out.split()[4:]
-    assert [Path(file).stem for file in files] == [
-        "upper",
-        "lower",
-        "heldout",
-        "lower_heldout",
-    ]
+    names = [Path(file).stem for file in files]
+    assert names == ["upper", "lower", "heldout", "lower_heldout"]
     assert content_hash(*(Path(file).read_text() for file in files)) == expected
 
 
