@@ -136,6 +136,9 @@ def save_model(model, folder, chat=None):
     return folder
 
 
+BOTH = pytest.mark.parametrize("name", ["llama", "neox"])
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     """Folder of a saved model by name: "llama" has a plain tokenizer, "neox" a chat template."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from by_hand import token_logps, tokens_of
 from conftest import (
+    BOTH,
     change_json,
     copy_tree,
     load_base,
@@ -116,7 +117,7 @@ def test_dropout_is_off(online, files, folders, adapters, tmp_path):
 @pytest.mark.parametrize(
     "compiler", [None, pytest.param("aot_eager", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@BOTH
 def test_eq_the_fast_path_is_pefts(
     files, load, folders, adapters, name, compiler, monkeypatch
 ):

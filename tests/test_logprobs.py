@@ -15,7 +15,7 @@ import peft
 import pytest
 import torch
 from by_hand import token_logps, tokens_of
-from conftest import assert_near, make_llama, make_neox, normal, ran, seeded
+from conftest import BOTH, assert_near, make_llama, make_neox, normal, ran, seeded
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parameters_to_vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,7 +249,6 @@ def test_a_surrounding_autocast_does_not_round_the_logits(kernel):
 # --- packed rows ----------------------------------------------------------------------------------
 
 MAKERS = {"llama": make_llama, "neox": make_neox}
-BOTH = pytest.mark.parametrize("name", MAKERS)
 LAYERS = {"llama": 14, "neox": 8}  # with an adapter
 BORDERS = ((9, 4), (2, 1), (31, 30), (12, 11), (5, 1), (17, 6))
 

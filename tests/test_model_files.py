@@ -11,60 +11,57 @@ import models
 import train_offline
 import train_online
 
-BOTH = [
-    ("seed", (-1, 2**63)),
-    ("batch", (0, -4, 10**30)),
-    ("micro_batch", (0,)),
-    ("epochs", (0, 10, 10**30)),  # rho would reach one
-    ("save_every", (0,)),
-    ("lora_rank", (0, 10**400)),
-    ("lora_alpha", (0,)),
-    ("max_length", (0,)),
-    ("lower_limit", (-1,)),
-    ("template", ("Q: {question}",)),
-    ("lr", (-1, "nan", "inf", "1e300")),
-    ("omega_lr", (-1, "nan", "inf", "1e300")),
-    ("clip", (0, -1, "nan")),
-    ("correction", (-0.1, 1.1, "nan")),
-    ("keep_fraction", (0, 0.01, 1.1, "nan")),  # 0.01 keeps none of 12 rows
-    ("rho_start", (0, 1.2, "nan")),
-    ("rho_step", (1,)),
-    ("fsdp", (True,)),
-    ("upper", (None,)),
-    (
-        "model",
-        (
-            None,
-            "",
-            "no/such/folder",
-            "./gone",
-            "nobody/none",
-            "x" * 300,
-            "owner/" + "x" * 300,
-        ),
+BOTH = {
+    "seed": (-1, 2**63),
+    "batch": (0, -4, 10**30),
+    "micro_batch": [0],
+    "epochs": (0, 10, 10**30),  # rho would reach one
+    "save_every": [0],
+    "lora_rank": (0, 10**400),
+    "lora_alpha": [0],
+    "max_length": [0],
+    "lower_limit": [-1],
+    "template": ["Q: {question}"],
+    "lr": (-1, "nan", "inf", "1e300"),
+    "omega_lr": (-1, "nan", "inf", "1e300"),
+    "clip": (0, -1, "nan"),
+    "correction": (-0.1, 1.1, "nan"),
+    "keep_fraction": (0, 0.01, 1.1, "nan"),  # 0.01 keeps none of 12 rows
+    "rho_start": (0, 1.2, "nan"),
+    "rho_step": [1],
+    "fsdp": [True],
+    "upper": [None],
+    "model": (
+        None,
+        "",
+        "no/such/folder",
+        "./gone",
+        "nobody/none",
+        "x" * 300,
+        "owner/" + "x" * 300,
     ),
-    ("adapter", ("no/such/folder", "x" * 300)),
-    ("lower", ("x" * 300, "gone.jsonl")),
-    ("out", ("/tmp/" + "x" * 300,)),
-]
-OFFLINE = [
-    ("rho", (0.5,)),  # of direct mixing
-    ("token_budget", (0, 500)),  # bds counts epochs
-    ("keep", ("gone.jsonl",)),
-]
-ONLINE = [
-    ("ratio_masked", (0, 1.01, -0.1, "nan", 0.02)),  # 0.02 masks none of 12 rows
-    ("num_answers", (0,)),
-    ("k_gen", (0, -5)),
-    ("first_refresh", (-1, 9)),  # the run has nine steps
-    ("max_new_tokens", (0, 120)),  # the context holds 128 tokens
-    ("generation_batch", (0,)),
-    ("temperature", (0, -1, "nan", "inf")),
-    ("turns", ("all",)),
-    ("mask", ("gone.jsonl",)),
-]
-VALUES = [(train_offline.main, *case) for case in BOTH + OFFLINE]
-VALUES += [(train_online.main, *case) for case in BOTH + ONLINE]
+    "adapter": ("no/such/folder", "x" * 300),
+    "lower": ("x" * 300, "gone.jsonl"),
+    "out": ["/tmp/" + "x" * 300],
+}
+OFFLINE = {
+    "rho": [0.5],  # of direct mixing
+    "token_budget": (0, 500),  # bds counts epochs
+    "keep": ["gone.jsonl"],
+}
+ONLINE = {
+    "ratio_masked": (0, 1.01, -0.1, "nan", 0.02),  # 0.02 masks none of 12 rows
+    "num_answers": [0],
+    "k_gen": (0, -5),
+    "first_refresh": (-1, 9),  # the run has nine steps
+    "max_new_tokens": (0, 120),  # the context holds 128 tokens
+    "generation_batch": [0],
+    "temperature": (0, -1, "nan", "inf"),
+    "turns": ["all"],
+    "mask": ["gone.jsonl"],
+}
+VALUES = [(train_offline.main, *case) for case in (BOTH | OFFLINE).items()]
+VALUES += [(train_online.main, *case) for case in (BOTH | ONLINE).items()]
 
 
 @pytest.mark.parametrize("main, flag, values", VALUES)

@@ -1,9 +1,8 @@
 """RDS+ against transformers' own hidden states and the turns played one by one."""
 
 import numpy as np
-import pytest
 import torch
-from conftest import WORDS, load_base, write_rows
+from conftest import BOTH, WORDS, load_base, write_rows
 
 import models
 from baselines import rds
@@ -36,7 +35,7 @@ def round_robin(cosines):
     return taken
 
 
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@BOTH
 def test_eq_rds_by_the_models_own_hidden_states(
     rank, files, load, folders, tmp_path, name, monkeypatch
 ):

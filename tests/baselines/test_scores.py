@@ -1,10 +1,9 @@
 """Random, length, loss and IFD scores against independent computations."""
 
 import numpy as np
-import pytest
 import torch
 from by_hand import mean_loss
-from conftest import WORDS, load_base
+from conftest import BOTH, WORDS, load_base
 
 import models
 from baselines import scores
@@ -37,7 +36,7 @@ def test_loss_equals_the_models_own_logits(rank, files, load, folders):
     assert made.order == list(np.argsort(losses, kind="stable"))
 
 
-@pytest.mark.parametrize("name", ["llama", "neox"])
+@BOTH
 def test_eq_ifd_by_the_models_own_logits(rank, load, folders, tmp_path, name, monkeypatch):
     """log p(y) stands behind what all prompts share: the template around an empty question."""
     monkeypatch.setattr(scores, "ROWS_AT_ONCE", 4)  # the last block is not a full one

@@ -23,7 +23,7 @@ SOURCES = {
 
 def of_trl():
     """{name: (template, TRL's own for training)} of those that TRL ships."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    trl = pytest.importorskip("trl")
     texts = {}
     for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
         texts[path.stem] = path.read_text()

@@ -16,19 +16,12 @@ def compared(*folders):
     return comparison_rows([Run(folder) for folder in folders])
 
 
-@pytest.mark.parametrize(
-    "freedom, value",
-    [
-        (1, 12.7062),
-        (3, 3.1824),
-        (6, 2.4469),
-        (7, 2.3646),
-        (9, 2.2622),
-        (29, 2.0452),
-    ],
-)
-def test_student_t_quantiles(freedom, value):
-    assert student_t(freedom) == pytest.approx(value, abs=1e-3)
+QUANTILES = {1: 12.7062, 3: 3.1824, 6: 2.4469, 7: 2.3646, 9: 2.2622, 29: 2.0452}
+
+
+@pytest.mark.parametrize("freedom", QUANTILES)
+def test_student_t_quantiles(freedom):
+    assert student_t(freedom) == pytest.approx(QUANTILES[freedom], abs=1e-3)
 
 
 def test_eq_seeds_by_hand(tmp_path, capfd):

@@ -368,7 +368,7 @@ def test_trl_sees_the_turns_that_were_trained_on(
 
     TRL then takes a step on them.
     """
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    trl = pytest.importorskip("trl")
     run = curated(model="neox")
     file, _ = export(run.out, "--format", layout)
     tokenizer = AutoTokenizer.from_pretrained(folders["neox"])

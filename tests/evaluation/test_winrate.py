@@ -174,23 +174,23 @@ def test_a_prompt_without_room_for_its_answer_is_refused(
 # --- verdicts -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text, verdict",
-    [
-        ("A", 1.0),
-        ("b", 2.0),
-        ("**B**", 2.0),
-        ("Tie.", 1.5),
-        ("Answer A is better.", 1.0),
-        ("It's a tie", 1.5),
-        ("", None),
-        ("A or B", None),
-        ("Neither is a clear winner", None),
-        ("Oh! 42", None),
-    ],
-)
-def test_parse_verdict(text, verdict):
-    assert judge.parse_verdict(text) == verdict
+VERDICTS = {
+    "A": 1.0,
+    "b": 2.0,
+    "**B**": 2.0,
+    "Tie.": 1.5,
+    "Answer A is better.": 1.0,
+    "It's a tie": 1.5,
+    "": None,
+    "A or B": None,
+    "Neither is a clear winner": None,
+    "Oh! 42": None,
+}
+
+
+@pytest.mark.parametrize("text", VERDICTS)
+def test_parse_verdict(text):
+    assert judge.parse_verdict(text) == VERDICTS[text]
 
 
 class Judge:
@@ -352,7 +352,7 @@ def test_the_package_asks_an_endpoint(monkeypatch, refused):
     import http.server
     import threading
 
-    pytest.importorskip("openai", reason="the package openai is not installed")
+    pytest.importorskip("openai")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert "OPENAI_API_KEY" in refused(judge.connect, "j", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret")

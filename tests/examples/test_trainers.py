@@ -19,7 +19,7 @@ TURNS = (
 @pytest.mark.slow
 def test_eq_trl_with_weights_is_sft_with_weights(train, files, folders, tmp_path):
     """From one adapter over the same rows: held-out losses agree, and differ without weights."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    trl = pytest.importorskip("trl")
     import peft
     from transformers import AutoModelForCausalLM
 
