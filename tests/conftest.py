@@ -464,8 +464,13 @@ def bad(tmp_path, files, folders, refused):
 
     defaults = files()
     defaults["upper_heldout"] = defaults.pop("heldout")
-    defaults |= {"model": folders["llama"], "out": tmp_path / "run", "batch": 4}
-    defaults |= {"cache_dir": tmp_path / "cache", "epochs": 1}
+    defaults |= {
+        "model": folders["llama"],
+        "out": tmp_path / "run",
+        "batch": 4,
+        "epochs": 1,
+    }
+    defaults["cache_dir"] = tmp_path / "cache"
 
     def check(message, main=train_offline.main, trace=False, **options):
         before = set(listing(tmp_path))

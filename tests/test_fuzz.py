@@ -51,12 +51,13 @@ VALUES = (
 )
 
 
-def attempt(call, capfd):
-    """(exit code, error line) of a command in this process; a traceback fails the test."""
+def attempt(capfd, call, *args, **options):
+    """(exit code, error line, result) of a command in this process; a traceback fails the test."""
     capfd.readouterr()
     code = 0
+    results = [None]
     try:
-        run_command(call)
+        run_command(lambda: results.append(call(*args, **options)))
     except SystemExit as stop:
         code = stop.code
     stderr = capfd.readouterr().err
@@ -64,7 +65,7 @@ def attempt(call, capfd):
     assert code in (0, 2), stderr
     assert "Traceback" not in stderr, stderr
     assert len(lines) == (code == 2), stderr
-    return code, lines[0] if lines else None
+    return code, lines[0] if lines else None, results[-1]
 
 
 # --- sources --------------------------------------------------------------------------------------
@@ -132,12 +133,9 @@ def test_damaged_sources(seed, tmp_path, capfd):
         file = tmp_path / f"{number}.{kind}"
         source = make_rows(6, seed=100 + number)
         file.write_bytes((damaged_csv if kind == "csv" else damaged_jsonl)(rng, source))
-        loaded = []
-        code, line = attempt(
-            lambda file=file, loaded=loaded: loaded.append(
-                tokens.load_rows(file, tokenizer, cache_dir=tmp_path / "cache")
-            ),
-            capfd,
+        cache = tmp_path / "cache"
+        code, line, loaded = attempt(
+            capfd, tokens.load_rows, file, tokenizer, cache_dir=cache
         )
         codes.append(code)
         assert not leftovers(tmp_path)
@@ -146,7 +144,7 @@ def test_damaged_sources(seed, tmp_path, capfd):
             assert "\x1b" not in line
             assert str(file) in line
             continue
-        rows, report = loaded[0]
+        rows, report = loaded
         every = sorted([*rows["row_id"], *row_ids(report["set_aside"])])
         assert every == list(range(report["rows_in_source"]))
         prompts = [row["prompt"] for row in source]
@@ -198,7 +196,7 @@ def test_values_of_every_flag(script, files, folders, tmp_path, capfd, monkeypat
                 f"--out={tmp_path / str(len(codes))}",
                 f"{action.option_strings[0]}={value}",
             ]
-            codes.append(attempt(lambda words=words: script.main(words), capfd)[0])
+            codes.append(attempt(capfd, script.main, words)[0])
     print(f"\n{script.__name__}: {codes.count(2)} of {len(codes)} refused")
     assert len(codes) > 150
     assert codes.count(2) > len(codes) / 2

@@ -76,15 +76,20 @@ def room_of(name):
 # --- imports --------------------------------------------------------------------------------------
 
 
+def names_of(node):
+    """What a statement imports, a module before what is read from it."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
 def imports_of(name):
     """The project's modules that a module imports; an import inside a function counts."""
     names = set()
     for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        names.update(names_of(node))
     return (names & SOURCES.keys()) - {name}
 
 
@@ -150,20 +155,13 @@ def test_what_is_imported_before_torch(name):
             return
         order.append(module)
         for node in TREES[module].body:
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [
-                    node.module.partition(".")[0],
-                    node.module,
-                    *(f"{node.module}.{alias.name}" for alias in node.names),
-                ]
-            for other in names:
-                if other.split(".")[0] in ("torch", "transformers", "peft", "datasets"):
+            for other in names_of(node):
+                package = other.split(".")[0]
+                if package in ("torch", "transformers", "peft", "datasets"):
                     order.append("torch")
-                if other in SOURCES:
-                    visit(other)
+                for module_name in (package, other):
+                    if module_name in SOURCES:
+                        visit(module_name)
 
     visit(name)
     assert max(map(order.index, ("utils", "runtime"))) < order.index("torch")

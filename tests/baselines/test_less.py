@@ -23,11 +23,9 @@ LESS = {
 
 
 def test_eq_adam_direction_by_hand():
-    gradient, m, v = (
-        tensor([0.5, 1e-3, 0.0]),
-        tensor([0.2, 0.0, 0.01]),
-        tensor([0.04, 0.0, 1e-4]),
-    )
+    gradient = tensor([0.5, 1e-3, 0.0])
+    m = tensor([0.2, 0.0, 0.01])
+    v = tensor([0.04, 0.0, 1e-4])
     expected = tensor(
         [
             0.23 / (0.04021 + 1e-8) ** 0.5,  # 0.9 * 0.2 + 0.1 * 0.5; 0.999 * 0.04 + 0.00025

@@ -5,18 +5,16 @@ import math
 import os
 import random
 import resource
-import subprocess
 
 import pytest
 import torch
 from conftest import (
     CHATML,
-    ROOT,
     fails,
     make_rows,
     make_tokenizer,
-    python,
     reasons,
+    started,
     write_rows,
 )
 
@@ -233,6 +231,7 @@ def test_a_source_that_is_written_while_it_is_read(load, tmp_path, monkeypatch, 
 
 STARTED = """
 import sys
+sys.path.append("tests")
 from conftest import make_tokenizer
 from data import tokens
 rows, report = tokens.load_rows(sys.argv[1], make_tokenizer(), cache_dir=sys.argv[2])
@@ -243,18 +242,8 @@ print(len(rows), report["rows_kept"])
 @pytest.mark.slow
 def test_processes_that_start_together_share_one_cache(load, tmp_path):
     rows, report = load(make_rows(3000, seed=1))
-    words, environment = python(
-        "-c",
-        STARTED,
-        tmp_path / "source.jsonl",
-        tmp_path / "other",
-        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
-    )
-    started = [
-        subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in started:
+    words = ["-c", STARTED, tmp_path / "source.jsonl", tmp_path / "other"]
+    for process in [started(*words), started(*words)]:
         out, _ = process.communicate(timeout=120)
         assert out == f"{len(rows)} {report['rows_kept']}\n"
     assert len(list((tmp_path / "other").rglob("*.arrow"))) == 1

@@ -59,9 +59,17 @@ def test_prefixes_hide_the_answer_and_end_in_the_query():
     assert tokens.y.tolist() == [3, 2, 5]
     assert tokens.valid.sum(1).tolist() == [2, 3, 4]
     # The last visible token.
-    assert tokens.X[:, :, -1].argmax(1).tolist() == [1, 3, 2]
+    assert tokens.X[:, :, -1].argmax(1).tolist() == [
+        1,
+        3,
+        2,
+    ]
     # Nothing of the future.
-    assert tokens.X.sum((1, 2)).tolist() == [2, 3, 4]
+    assert tokens.X.sum((1, 2)).tolist() == [
+        2,
+        3,
+        4,
+    ]
 
 
 def test_softmax_jacobian_and_its_three_lipschitz_bounds():
