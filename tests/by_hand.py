@@ -61,6 +61,15 @@ def mean_loss(model, row):
     return -token_logps(model, row).mean()
 
 
+def greedy(model, prompt, count):
+    """The tokens that transformers' own generation writes behind a prompt's, the likeliest each."""
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count}
+    return model.generate(input_ids=ids, do_sample=False, **options)[
+        0, len(prompt) :
+    ].tolist()
+
+
 def plain_losses(folder, rows):
     """Losses of rows, as dictionaries, under the model of a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -8,7 +8,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from by_hand import count_pairs, token_logps
+from by_hand import count_pairs, greedy, token_logps
 from conftest import (
     CHATML,
     load_base,
@@ -297,14 +297,7 @@ def test_eq_curated_rows(online, files, folders):
         if entry["refined"] is None:
             assert (entry["recommended"], entry["margin"]) == ("original", None)
         else:
-            ids = torch.tensor([prompt])
-            greedy = tuned.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=9,
-            )
-            tokens = greedy[0, len(prompt) :].tolist()
+            tokens = greedy(tuned, prompt, 9)
             text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
             assert entry["refined"] == text
             old = [*tokenizer(" " + row["response"])["input_ids"], 0]

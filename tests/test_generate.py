@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from by_hand import greedy
 from conftest import assert_near, load_base, make_adapter, make_neox, seeded, with_lora
 
 import generate as generate_module
@@ -134,13 +135,7 @@ def test_greedy_is_the_argmax_and_transformers_own(model):
             expected.append(int(logits_after(model, prompt + expected).argmax()))
         assert tokens == expected
         assert complete == (tokens[-1] == 0)
-        theirs = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            do_sample=False,
-            max_new_tokens=8,
-        )
-        assert tokens == theirs[0, len(prompt) :].tolist()
+        assert tokens == greedy(model, prompt, 8)
 
 
 # --- what an answer depends on --------------------------------------------------------------------

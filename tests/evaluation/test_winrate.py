@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
+from by_hand import greedy
 from conftest import ROOT, fails, make_tokenizer, read_json
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM
@@ -138,13 +138,7 @@ def test_eq_outputs_are_greedy_answers_in_the_trained_template(tmp_path, folders
     tokenizer = make_tokenizer()
     for row in (rows[0], rows[1], rows[4]):
         text = f"User: {row['instruction']}\nAssistant:"
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        answer = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=7,
-        )[0, ids.shape[1] :]
+        answer = greedy(model, tokenizer(text)["input_ids"], 7)
         assert row["output"] == tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
