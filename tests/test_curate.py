@@ -37,20 +37,10 @@ from evaluation.comparison import final_metrics
 from evaluation.runs import Run
 from utils import UserError, content_hash
 
-COLUMNS = [
-    "source",
-    "row_id",
-    "hash",
-    "prompt",
-    "response",
-    "rank",
-    "kept",
-    "weight",
-    "masked",
-    "refined",
-    "recommended",
-    "margin",
-]
+COLUMNS = (
+    "source row_id hash prompt response rank kept weight masked "
+    "refined recommended margin bad kind"
+)
 SAMPLING = {
     "max_new_tokens": 9,
     "temperature": 0.8,
@@ -287,7 +277,7 @@ def test_eq_curated_rows(online, files, folders):
     blank = empty_prompt(prompts)
     for entry in run.curated:
         row, prompt = source[entry["row_id"]], prompts[entry["row_id"]]
-        assert list(entry) == [*COLUMNS, "bad", "kind"]
+        assert " ".join(entry) == COLUMNS
         assert {key: entry[key] for key in row} == row
         assert entry["hash"] == content_hash(row["prompt"], row["response"])
         for key in ("hash", "rank", "kept", "masked", "weight"):
