@@ -68,11 +68,15 @@ def test_a_value_that_some_seeds_lack_says_how_many_have_it(tmp_path, capfd):
 
 
 def test_a_second_run_of_a_seed_and_other_settings_have_rows_of_their_own(tmp_path):
-    runs = [fabricate(tmp_path / "x" / "seed-0", lr=0.1)]
-    runs.append(fabricate(tmp_path / "x" / "seed-1", lr=0.1, seed=1))
-    runs.append(fabricate(tmp_path / "x" / "again", lr=0.1))
-    runs.append(fabricate(tmp_path / "x" / "seed-2", lr=0.2, seed=2))
-    runs.append(fabricate(tmp_path / "x" / "seed-3", lr=0.2, seed=3))
+    runs = []
+    for name, lr, seed in (
+        ("seed-0", 0.1, 0),
+        ("seed-1", 0.1, 1),
+        ("again", 0.1, 0),
+        ("seed-2", 0.2, 2),
+        ("seed-3", 0.2, 3),
+    ):
+        runs.append(fabricate(tmp_path / "x" / name, lr=lr, seed=seed))
     rows = [(row["name"], row["n"]) for row in compared(*runs)]
     assert rows == [("x", 2), ("again", 1), (str(runs[3]), 2)]
     for seed in (1, 2):  # only a file's name may hold a seed

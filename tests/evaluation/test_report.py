@@ -188,10 +188,7 @@ def tested(tmp_path):
     """A run, and the rows of a row tests' ranking of its rows: 0 to 9 look bad."""
     run = fabricate(tmp_path / "run", rows=20)
     ranking = []
-    for number in range(20):
-        reason = None
-        if number < 10:
-            reason = "end" if number < 7 else "relevance"
+    for number, reason in enumerate(["end"] * 7 + ["relevance"] * 3 + [None] * 10):
         ranking.append(
             {
                 "row_id": number,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from by_hand import greedy
-from conftest import ROOT, fails, make_tokenizer, read_json
+from conftest import ROOT, fails, make_tokenizer, read_json, read_rows
 from fabricated import evaluate
 from transformers import AutoModelForCausalLM
 
@@ -37,8 +37,8 @@ def write(path, rows):
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs the published preferences")
 def test_published_win_rates_are_recomputed():
     """The leaderboard's win rates, standard errors and counts from its own preferences, to 1e-6."""
-    rows = [json.loads(line) for line in (PUBLISHED / "preferences.jsonl").open()]
-    published = [json.loads(line) for line in (PUBLISHED / "leaderboard.jsonl").open()]
+    rows = read_rows(PUBLISHED / "preferences.jsonl")
+    published = read_rows(PUBLISHED / "leaderboard.jsonl")
     assert len(published) == 2
     for board in published:
         preferences = [

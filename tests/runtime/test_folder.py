@@ -19,6 +19,7 @@ from conftest import (
     write_pairs,
 )
 
+import train_offline
 import utils
 from runtime import folder
 
@@ -267,8 +268,6 @@ MADE_ONCE = (
 @pytest.fixture(scope="module")
 def whole(folders, tmp_path_factory):
     """A finished run of six steps, and its flags."""
-    import train_offline
-
     root = tmp_path_factory.mktemp("whole")
     options = OPTIONS | {"model": folders["llama"], "cache_dir": root / "cache"}
     options |= write_files(root, lower=11, upper=7, upper_heldout=4, lower_heldout=4)
@@ -281,8 +280,6 @@ def whole(folders, tmp_path_factory):
 def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
     whole, tmp_path, refused, name, content
 ):
-    import train_offline
-
     run, options = whole
     copy = copy_tree(run, tmp_path / "run")
     if content == "edited":  # one figure is another, and the file is whole
@@ -305,8 +302,6 @@ def test_a_damaged_file_of_a_run_is_one_line_and_made_again(
 def test_a_folder_with_a_run_is_refused_before_the_model_is_loaded(
     whole, refused, monkeypatch
 ):
-    import train_offline
-
     run, options = whole
     monkeypatch.delattr("models.load_config")
     line = refused(train_offline.main, flags(**options, out=run))

@@ -1,10 +1,10 @@
 """runtime/log.py: metrics.jsonl is cut back at a resume, or refused."""
 
-import json
 import math
 import time
 
 import pytest
+from conftest import read_rows
 
 from runtime import log
 from runtime.log import Log, Progress
@@ -28,7 +28,7 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path, file):
     log = Log(tmp_path, 2, 3, "run")
     log.write(values_of(2, 0.5), time.perf_counter())
     log.close()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = read_rows(file)
     assert lines[2].pop("time/step") >= 0
     assert lines == [{"step": 0}, {"step": 1}, values_of(2, 0.5)]
     Log(tmp_path, 0, 3, "run").close()
