@@ -65,9 +65,8 @@ def greedy(model, prompt, count):
     """The tokens that transformers' own generation writes behind a prompt's, the likeliest each."""
     ids = torch.tensor([prompt])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": count}
-    return model.generate(input_ids=ids, do_sample=False, **options)[
-        0, len(prompt) :
-    ].tolist()
+    written = model.generate(input_ids=ids, do_sample=False, **options)
+    return written[0, len(prompt) :].tolist()
 
 
 def plain_losses(folder, rows):

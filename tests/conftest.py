@@ -469,8 +469,8 @@ def bad(tmp_path, files, folders, refused):
         "out": tmp_path / "run",
         "batch": 4,
         "epochs": 1,
+        "cache_dir": tmp_path / "cache",
     }
-    defaults["cache_dir"] = tmp_path / "cache"
 
     def check(message, main=train_offline.main, trace=False, **options):
         before = set(listing(tmp_path))
