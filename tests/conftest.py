@@ -245,7 +245,7 @@ def write_files(folder, longest=12, **counts):
 
 def write_pairs(paths):
     """Has the upper level read preference pairs, of the answers in its files and bad ones."""
-    for level in paths.keys() & {"upper", "heldout", "upper_heldout"}:
+    for level in paths.keys() & {"upper", "upper_heldout"}:
         pairs = []
         for number, row in enumerate(read_rows(paths[level])):
             answers = {"chosen": row["response"], "rejected": f"no {number} cold"}
@@ -288,7 +288,7 @@ def files(tmp_path):
     """files(lower=37, upper=20, ...) writes row files, returns their paths by name."""
 
     def write(lower=12, upper=8, heldout=4, lower_heldout=0, longest=12):
-        held_out = {"heldout": heldout, "lower_heldout": lower_heldout}
+        held_out = {"upper_heldout": heldout, "lower_heldout": lower_heldout}
         return write_files(tmp_path, longest, lower=lower, upper=upper, **held_out)
 
     return write
@@ -344,11 +344,8 @@ def caller(main, tmp_path, capfd, folders, **defaults):
     """
 
     def call(files, model="llama", out="run", **options):
-        sources = dict(files)
-        if "heldout" in sources:
-            sources["upper_heldout"] = sources.pop("heldout")
         out = tmp_path / out
-        options = defaults | sources | {"cache_dir": tmp_path / "cache"} | options
+        options = defaults | files | {"cache_dir": tmp_path / "cache"} | options
         capfd.readouterr()
         result = main(flags(model=folders.get(model, model), out=out, **options))
         run = SimpleNamespace(out=out, text=capfd.readouterr().out, result=result)
@@ -462,9 +459,7 @@ def bad(tmp_path, files, folders, refused):
     """
     import train_offline
 
-    defaults = files()
-    defaults["upper_heldout"] = defaults.pop("heldout")
-    defaults |= {
+    defaults = files() | {
         "model": folders["llama"],
         "out": tmp_path / "run",
         "batch": 4,

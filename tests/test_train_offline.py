@@ -149,7 +149,7 @@ def test_eq_correction_where_the_lower_minimum_is_known(train, tmp_path):
     with torch.no_grad():
         model.lm_head.weight *= 2  # a frozen head that can be certain
     rows = [("one", "a"), ("one", "b"), ("two", "c"), ("ten", "d")]
-    sources = {"lower": rows, "upper": [("six", "e")], "heldout": [("sky", "f")]}
+    sources = {"lower": rows, "upper": [("six", "e")], "upper_heldout": [("sky", "f")]}
     paths = {}
     for name, texts in sources.items():
         entries = [{"prompt": prompt, "response": response} for prompt, response in texts]

@@ -43,7 +43,7 @@ def texts(path):
 def test_dsir_sees_prompt_and_response_of_all_upper_rows_but_the_held_out(rank, files):
     files = files(lower=10, upper=30, heldout=3)
     split = rank("dsir", files)
-    given = rank("dsir", files, upper_heldout=files["heldout"])
+    given = rank("dsir", files, upper_heldout=files["upper_heldout"])
     assert "27 upper rows" in split.text
     assert "30 upper rows" in given.text
     weights = dsir.dsir_log_weights(texts(files["lower"]), texts(files["upper"]))

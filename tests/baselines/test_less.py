@@ -61,7 +61,7 @@ def test_eq_less_score_by_brute_force(rank, folders, files, load):
     made = rank(
         "less",
         files,
-        upper_heldout=files["heldout"],
+        upper_heldout=files["upper_heldout"],
         dtype="float64",
         **settings,
     )

@@ -55,7 +55,7 @@ def test_eq_rds_by_the_models_own_hidden_states(
         paths,
         model=folders[name],
         dtype="float64",
-        upper_heldout=paths["heldout"],
+        upper_heldout=paths["upper_heldout"],
     )
     assert "7 upper rows" in made.text
     nearest = [row["cosine"] for row in made.rows]
