@@ -35,7 +35,7 @@ def seeded(*names):
     return torch.Generator().manual_seed(seed)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def permutation(num_rows, seed, epoch, stream):
     """The order of an epoch, (num_rows,) int64; cached, every step asks: do not write into it.
 

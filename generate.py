@@ -182,15 +182,18 @@ def folded(model):
 
     Unmerged LoRA triples the number of small matrix products of a decoding step. The weights are
     put back from a copy, not by subtraction: rounding would drift, and a resumed run would differ.
-    Quantised layers are left as they are, and so are those that FSDP has split over processes.
+    Quantised layers are left as they are, and so are those that FSDP has split over processes, and
+    the experts of a mixture.
     """
     copies = []
     try:
         for layer in model.modules():
             if not hasattr(layer, "lora_A") or layer.disable_adapters:
                 continue
-            weight = layer.get_base_layer().weight
-            if isinstance(weight, DTensor) or not weight.is_floating_point():
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            if weight is None or isinstance(weight, DTensor):
+                continue
+            if not weight.is_floating_point():
                 continue
             copies.append((layer, weight, weight.detach().clone()))
             for name in layer.active_adapters:

@@ -42,6 +42,7 @@ PLAIN_SETTINGS = {
     "rank_pattern",
     "revision",
     "target_modules",
+    "target_parameters",
     "task_type",
     "use_rslora",
 }
@@ -51,7 +52,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.utils.deterministic.fill_uninitialized_memory = False
 # PEFT imports bitsandbytes, which announces that it lacks a CPU kernel nobody asked for.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.CRITICAL)
-warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated")
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -214,14 +215,39 @@ def add_lora(
         )
         with reading(f"--lora-targets: no adapter on {targets}"):
             model = peft.get_peft_model(model, config)
+        if targets != "all-linear":
+            _check_targets(model, targets)
     else:
         model = _load_adapter(model, adapter)
+    _check_ends(model)
     _switch_off_dropout(model)
     speed_up_lora(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only
     return model
+
+
+def _check_targets(model, targets):
+    """`UserError` where one of the names `targets`, a list, is no layer's: PEFT skips it."""
+    layers = model.targeted_module_names
+    for target in targets:
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            raise UserError(f"--lora-targets {target}: there is no such layer")
+
+
+def _check_ends(model):
+    """`UserError` for an adapter on the embedding or the head where both are one matrix.
+
+    Folded or merged into it, the adapter of one would change the other.
+    """
+    ends = [model.get_input_embeddings(), bare(model).get_output_embeddings()]
+    if ends[0].weight is not ends[1].weight:
+        return
+    if any(hasattr(end, "lora_A") for end in ends):
+        raise UserError(
+            "--lora-targets: this model's embedding and head are one matrix; name neither of them"
+        )
 
 
 def _load_adapter(model, adapter):
@@ -350,10 +376,10 @@ def add_twin(model, name):
     The first stays active; `adapter` switches for a while.
     """
     model.add_adapter(name, model.peft_config["default"])
-    twin = {key: p for key, p in model.named_parameters() if f".{name}." in key}
+    twin = {key: p for key, p in model.named_parameters() if f".{name}" in key}
     with torch.no_grad():
         for key, parameter in twin.items():
-            parameter.copy_(model.get_parameter(key.replace(f".{name}.", ".default.")))
+            parameter.copy_(model.get_parameter(key.replace(f".{name}", ".default")))
     model.set_adapter("default")
     return list(twin.values())
 

@@ -195,7 +195,7 @@ def add_data_arguments(group):
         "lower-heldout": "clean rows of the lower level's kind, never trained on",
     }
     for name, text in helps.items():
-        add(f"--{name}", nargs="+", help=text)
+        add(f"--{name}", nargs="+", type=source_name, help=text)
     for level in ("lower", "upper"):
         add(
             f"--{level}-columns",
@@ -225,6 +225,11 @@ def add_data_arguments(group):
         help="dpo: the upper rows are preference pairs, the base is the reference",
     )
     add("--cache-dir", default=".cache", help="tokenised rows live here")
+
+
+def source_name(text):
+    """A source without the slash that completion adds to a folder: rankings name it so."""
+    return text.rstrip("/")
 
 
 def parse(parser, argv, presets=PRESETS):
@@ -295,8 +300,6 @@ def report_unread(args, parser):
         unread += ["num_answers", "ratio", "temperature"]
         if args.mask != "dynamic":
             unread.append("k_gen")
-        if args.mask not in ("static", "dynamic"):
-            unread.append("first_refresh")
     if getattr(args, "mask", "static") not in ("static", "dynamic"):
         unread.append("ratio_masked")
     flags = []

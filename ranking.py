@@ -57,18 +57,26 @@ def counted_weights(selector, masked):
 # --- ranking files --------------------------------------------------------------------------------
 
 
+def check_share(keep_fraction, num_rows):
+    """`UserError` for a share that keeps none of the rows."""
+    if round(keep_fraction * num_rows) == 0:
+        raise UserError(
+            f"--keep-fraction {keep_fraction}: keeps none of the {num_rows} rows"
+        )
+
+
 def write_ranking(path, lower, scores, keep_fraction, columns):
     """A ranking, best row first: source, row_id, hash, rank, kept, the columns, and known labels.
 
     scores (N,) higher is better; columns: {name: (N,) tensor, or a list where a value may be None}.
-    Returns ranks (N,), kept (N,) bool.
+    Returns {name: (N,)} of the columns, with rank and kept.
     """
     ranks = rank_rows(scores)
     kept = ranks <= round(keep_fraction * len(ranks))
+    columns = {"rank": ranks, "kept": kept, **columns}
     if rank() == 0:
-        columns = {"rank": ranks, "kept": kept, **columns}
         write_jsonl(path, ranking_lines(lower, ranks.argsort(), columns))
-    return ranks, kept
+    return columns
 
 
 def ranking_lines(lower, order, columns):
@@ -99,6 +107,8 @@ def listed(rows, file, column):
                 raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
             if line[column] is None:
                 raise UserError(f"{file} row {number}: {column} is null")
+            if column == "weight" and line.get("masked"):
+                line["weight"] = 1.0  # It has the weight of its new answer.
             key = (line.get("source") if several else None, line["row_id"])
             value = (line["hash"], line[column])
             if values.setdefault(key, value) != value:

@@ -31,25 +31,6 @@ from tqdm import tqdm
 
 # What a resumed run may change: training stays the same. keep_fraction moves `kept`.
 FREE_TO_CHANGE = ("out", "resume", "save_every", "cache_dir", "keep_fraction", "fsdp")
-# The figures of a result that the RESULT line shows; result.json has all.
-HEADLINE = (
-    "method",
-    "seed",
-    "rows",
-    "base/upper_heldout",
-    "upper_heldout",
-    "upper_exact",
-    "upper_accuracy",
-    "upper_margin",
-    "base/lower_heldout",
-    "lower_heldout",
-    "lower_original",
-    "lower_kept",
-    "answers_generated",
-    "refined/answers",
-    "refined/refined",
-    "refined/false_replacement",
-)
 
 
 # --- the records of a run -------------------------------------------------------------------------
@@ -176,10 +157,7 @@ def make_plan(args, lower):
     budget = getattr(args, "token_budget", None)
     if budget is not None:
         total_steps = budget_steps(budget, sets.row_lengths(lower), args.batch, args.seed)
-    if round(args.keep_fraction * num_rows) == 0:
-        raise UserError(
-            f"--keep-fraction {args.keep_fraction}: keeps none of the {num_rows} rows"
-        )
+    ranking.check_share(args.keep_fraction, num_rows)
     count = processes.world_size()
     forwards = math.ceil(args.batch / count / args.micro_batch)
     print(
@@ -407,7 +385,7 @@ def judge_lower(args, run):
 
 
 def result_of(args, run, ranked):
-    """The metrics of result.json; ranked: the columns of `save_ranking`."""
+    """The metrics of result.json; ranked: what `write_ranking` gives."""
     lower = run.rows.lower
     model = run.learner.model
     last = processes.on_first(lambda: read_jsonl(run.out / "metrics.jsonl")[-1])
@@ -435,26 +413,6 @@ def result_of(args, run, ranked):
     return result
 
 
-def save_ranking(run, scores, columns, keep_fraction):
-    """weights.jsonl by scores (N,), higher is better; its columns (N,), with rank and `kept`."""
-    path = run.out / "weights.jsonl"
-    lower = run.rows.lower
-    ranks, kept = ranking.write_ranking(path, lower, scores, keep_fraction, columns)
-    print_sources(lower["source"][:], kept, columns["weight"])
-    return {"rank": ranks, "kept": kept, **columns}
-
-
-def print_sources(sources, kept, weights):
-    """Rows, kept share and mean weight of each source, where there are several."""
-    lines = []
-    for source in dict.fromkeys(sources):
-        rows = torch.tensor([name == source for name in sources])
-        share = kept[rows].double().mean().item()
-        lines.append([source, int(rows.sum()), share, weights[rows].mean().item()])
-    if len(lines) > 1:
-        print(table(["source", "rows", "kept", "mean weight"], lines))
-
-
 def save_and_print(args, run, result):
     """The adapter, the table, result.json and the RESULT line. Returns the result."""
     if processes.rank() > 0:
@@ -471,52 +429,22 @@ def save_and_print(args, run, result):
         f"the kept rows as a file for a trainer: python eval.py export {quoted}\n"
         f"one page to look at: python eval.py report {quoted}"
     )
-    print("RESULT " + json.dumps(headline(result)), flush=True)
+    print("RESULT " + json.dumps(result), flush=True)
     return result
-
-
-def headline(result):
-    """The figures of a result that the last line shows."""
-    return {name: result[name] for name in HEADLINE if name in result}
 
 
 def adapter_card(args, result):
     """README.md of the adapter: what it was trained from, how, and what came out."""
-    lines = [
-        "---",
-        f"base_model: {args.model}",
-        "library_name: peft",
-        "---",
-        "",
-        f"# LoRA adapter, trained with --method {args.method}",
-        "",
-        "The base model, the data and all settings stand in the command:",
-        "",
-        f"    {command_of(args)}",
-        "",
-        "| figure | value |",
-        "|---|---|",
-    ]
-    for name, value in headline(result).items():
-        shown = f"{value:.4f}" if isinstance(value, float) else value
-        lines.append(f"| {name} | {shown} |")
-    return "\n".join(lines) + "\n"
+    settings = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
+    facts = {"settings": settings, "result": result}
+    return f"""---
+base_model: {args.model}
+library_name: peft
+---
 
+# LoRA adapter, trained with --method {args.method}
 
-def command_of(args):
-    """The command line of a run with every setting spelt out, and not where it writes."""
-    values = vars(args).copy()
-    script = "train_offline.py"
-    if values["method"] == "online":
-        script = "train_online.py"
-        del values["method"]
-    words = ["python", script]
-    for name, value in values.items():
-        if name in ("out", "cache_dir", "resume") or value is None or value is False:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, list):
-            words += value
-        elif value is not True:
-            words.append(str(value))
-    return shlex.join(words)
+```json
+{json.dumps(facts, indent=2)}
+```
+"""

@@ -39,6 +39,7 @@ import models
 import options
 import session
 from logprobs import pack, sequence_logprobs
+from ranking import write_ranking
 from runtime import command, folder
 from runtime.log import Log
 from runtime.processes import all_sum, join_processes
@@ -217,7 +218,8 @@ def finish(args, run):
     if args.method == "bds" and args.omega_lr > 0:  # else omega ranks nothing
         scores = run.selector.logits.cpu()
     columns = {"weight": run.selector.weights().cpu(), **columns}
-    ranked = session.save_ranking(run, scores, columns, args.keep_fraction)
+    file = run.out / "weights.jsonl"
+    ranked = write_ranking(file, run.rows.lower, scores, args.keep_fraction, columns)
     result = session.result_of(args, run, ranked)
     return session.save_and_print(args, run, result)
 

@@ -16,8 +16,7 @@ masked train as in train_offline.py. Deviations 1-7 stand there and hold here to
  8. Rows are drawn uniformly as in Algorithm 1; Eq. penalty_problem_BSG normalises masked and
     unmasked rows apart.
  9. The first refresh is before the first step: read literally, Algorithm 1 has no answers until
-    k = K_gen. `--first-refresh K` trains on originals up to step K. With `--refine drop` a mask
-    FILE drops its rows from step 0 on.
+    k = K_gen. `--first-refresh K` trains on originals up to step K, whatever masks.
 10. The ratio compares probabilities of whole answers (log-probs summed over tokens) at temperature
     1, scored by the training forward; the sampler's are never used. Clamped, see bmo_weights.py.
 11. Only the masked rows that the next K_gen steps read are answered; the mask is fixed and the
@@ -478,7 +477,7 @@ def train(args, run, masking):
     )
     log = Log(run.out, run.first_step, plan.total_steps, args.method)
     # buffer: {place: `Answers`}, which are y_old with their log pi_old.
-    mask, buffer, num_written = restore(run.saved, masking, plan.num_rows)
+    mask, buffer, num_written = restore(run.saved, plan.num_rows)
 
     for step in range(run.first_step, plan.total_steps):
         started = time.perf_counter()
@@ -537,7 +536,7 @@ def train(args, run, masking):
             session.check_finite(step, costs.sum(), costs, rows.lower, places)
             # The step divides by the present rows, and each counts 1 / B as in theta's.
             share = present.sum().item() / len(present)
-            selector.step(places[present], costs.cpu()[present], gamma * share)
+            selector.step(places[present], costs[present], gamma * share)
 
         # --- log, evaluate, save ------------------------------------------------------------------
         metrics |= session.loss_metrics(rho, losses, weights * losses.weighted)
@@ -563,13 +562,11 @@ def saved_answers(mask, buffer, num_written):
     return {"mask": mask, "buffer": answers, "num_written": num_written}
 
 
-def restore(saved, masking, num_rows):
+def restore(saved, num_rows):
     """Mask (N,), {place: `Answers`} and number of answers of a checkpoint, or those of a start."""
     if saved is not None:
         buffer = {place: Answers(*answers) for place, answers in saved["buffer"].items()}
         return saved["mask"], buffer, saved["num_written"]
-    if masking.given is not None:
-        return masking.given, {}, 0
     return torch.zeros(num_rows, dtype=torch.bool), {}, 0
 
 
@@ -585,17 +582,17 @@ def finish(args, run, masking, mask, num_written):
     keep_fraction = args.keep_fraction
     if masking.given is not None:  # what a file has put away does not come back as kept
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
-    ranked = session.save_ranking(run, scores, columns, keep_fraction)
+    file = run.out / "weights.jsonl"
+    ranked = ranking.write_ranking(file, lower, scores, keep_fraction, columns)
     result = session.result_of(args, run, ranked)
     if masking.given is not None:
         to_answer = masking.given
     else:  # the last ones of the finished ranking, whether masked or not
         to_answer = ranked["rank"] > len(lower) - round(args.ratio_masked * len(lower))
     places = to_answer.nonzero().flatten().tolist()
-    columns = {name: ranked[name] for name in ("rank", "kept", "weight", "masked")}
     sampling = sampling_options(args, run)
     result["answers_generated"] = num_written  # in training; the last ones are not counted
-    result |= curate.curated_set(run, places, columns, sampling, args.template)
+    result |= curate.curated_set(run, places, ranked, sampling, args.template)
     return session.save_and_print(args, run, result)
 
 

@@ -140,7 +140,7 @@ def write_ranked(args, name, lower, ranked):
             f"the {name} score of row_id {lower[place]['row_id']} is not finite; is "
             "the model sound in this --dtype, or the learning rate too high?"
         )
-    _, kept = ranking.write_ranking(
+    columns = ranking.write_ranking(
         args.out,
         lower,
         ranked.order,
@@ -155,6 +155,6 @@ def write_ranked(args, name, lower, ranked):
         "method": name,
         "seed": args.seed,
         "rows": len(lower),
-        "kept": int(kept.sum()),
+        "kept": int(columns["kept"].sum()),
     }
     print("RESULT " + json.dumps({**result, "out": str(args.out), **metrics}), flush=True)

@@ -85,6 +85,8 @@ END_MARKERS = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<|end_of_turn|>",
+    "<end_of_utterance>",
+    "<turn|>",
     "<|END_OF_TURN_TOKEN|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
@@ -102,8 +104,8 @@ class Notes:
     """What the rows that were read had in them, for a report.
 
     layouts: usable rows by layout. columns: their names. unread: keys of messages that held
-    something and are not read. counts: "renamed" rows, "numbers" (cells), "greetings" and "ends"
-    (turns).
+    something and are not read. counts: "renamed" rows, "numbers" (cells), "greetings", "joined" and
+    "ends" (turns).
     """
 
     def __init__(self):
@@ -394,6 +396,7 @@ def clean_messages(messages, end_markers, notes):
             notes.counts["ends"] += content != message["content"]
             message = message | {"content": content}
         if cleaned and cleaned[-1]["role"] == message["role"]:
+            notes.counts["joined"] += 1
             cleaned[-1] = _joined(cleaned[-1], message)
         else:
             cleaned.append(message)

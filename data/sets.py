@@ -129,7 +129,7 @@ def set_aside(report, keys, reason):
 
 @dataclass
 class Side:
-    """A response of a pair: its row's place, the hash of its question, and those of its answer."""
+    """A response of a pair: its row's place, its prompt, and the hashes of its answer."""
 
     place: int
     prompt: str
@@ -175,7 +175,7 @@ def load_pairs(source, tokenizer, **options):
 def _sides(rows):
     """{(source, row_id): Side} of one side's rows."""
     sides = {}
-    columns = ("source", "row_id", "prompt_hash", "response", "input_ids")
+    columns = ("source", "row_id", "prompt", "response", "input_ids")
     for place, (*key, prompt, answer, tokens) in enumerate(each_row(rows, *columns)):
         answers = {content_hash(answer), content_hash(str(tokens))}
         sides[tuple(key)] = Side(place, prompt, answers)
@@ -218,10 +218,22 @@ def split_held_out(rows, count, seed):
 
 
 def prompt_overlap(a, b):
-    """The places in `a` of rows whose prompt, up to whitespace, also occurs in `b`."""
-    prompts = {prompt for (prompt,) in each_row(b, "prompt_hash")}
-    hashes = enumerate(each_row(a, "prompt_hash"))
-    return [place for place, (prompt,) in hashes if prompt in prompts]
+    """The places in `a` of rows that share their question, up to whitespace, with a row of `b`.
+
+    A conversation shares it with the same conversation, and with a row that asks its trained
+    question alone.
+    """
+    columns = ("prompt_hash", "question_hashes")
+    prompts = set()
+    questions = set()
+    for prompt, hashes in each_row(b, *columns):
+        prompts.add(prompt)
+        questions.update(hashes.split())
+    places = []
+    for place, (prompt, hashes) in enumerate(each_row(a, *columns)):
+        if prompt in questions or not prompts.isdisjoint(hashes.split()):
+            places.append(place)
+    return places
 
 
 def _tables(rows, columns):
@@ -252,6 +264,11 @@ def left_out(report):
         ("ends", "answers ended in an end marker, which was cut"),
         ("control_text", "prompts hold a chat template's markers as text"),
         ("greetings", "opening turns of the assistant left out"),
+        ("joined", "turns joined to the one before, of the same role"),
+        (
+            "opened",
+            "answers stand in a block (<think>) that the template's prompt leaves open",
+        ),
         ("bad", "labelled bad"),
         ("unlabelled", "without a label count as good"),
     ):

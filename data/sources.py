@@ -13,6 +13,7 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -56,10 +57,17 @@ def find_parts(source):
     )
 
 
-def check_different(sources):
-    """`UserError` where one source is named twice: its rows would count double."""
-    if len(set(map(os.path.realpath, sources))) < len(sources):
-        raise UserError(f"{', '.join(sources)}: one source is named twice")
+def find_different(sources):
+    """{source: what `find_parts` gives}; `UserError` where two share a part, to count double."""
+    parts_of = {source: find_parts(source) for source in sources}
+    names = []
+    for part in itertools.chain(*parts_of.values()):
+        names.append(part.resolve() if isinstance(part, Path) else part._fingerprint)
+    if len(parts_of) < len(sources) or len(set(names)) < len(names):
+        raise UserError(
+            f"{', '.join(sources)}: one source is named twice, or within another"
+        )
+    return parts_of
 
 
 def _is_data(path):
@@ -75,7 +83,9 @@ def _folder_parts(folder, split):
         with reading(folder):
             saved = datasets.load_from_disk(str(folder))
             if isinstance(saved, datasets.DatasetDict):
-                saved = saved[split or "train"]
+                split = split or "train"
+                print(f"{folder}: reads {split!r} of its splits {', '.join(saved)}")
+                saved = saved[split]
             return [saved]
     paths = sorted(folder.rglob("*"))
     runs = {path.parent for path in paths if path.name == LOCK}  # what training wrote

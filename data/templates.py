@@ -165,7 +165,7 @@ def _before(tokenizer, messages, lead, alone):
     prompt = render_chat(tokenizer, messages, prompt=True)
     stem = prompt.rstrip()
     if not lead.startswith(stem):
-        if not prompt.startswith(lead):
+        if not prompt.startswith(lead.rstrip()):
             raise Unusable("the template does not show where the answer starts")
         # Its prompt goes on, such as with <think>, where its turns do not.
         lead = alone if alone.startswith(stem) else prompt
@@ -186,6 +186,13 @@ def _without_block(tokenizer, messages, lead, answer):
     before = render_chat(tokenizer, messages)
     start = lead.rfind(f"<{block[1]}>", len(before))
     return lead if start < 0 else lead[:start]
+
+
+def opens_block(segments):
+    """Whether the last answer stands in a block that its prompt opens, and does not close it."""
+    (prompt, _), (answer, _) = segments[-2:]
+    block = re.search(r"<(\w+)>\s*\Z", prompt)
+    return block is not None and f"</{block[1]}>" not in answer
 
 
 def _end_between(tokenizer, end, rest):

@@ -36,11 +36,12 @@ from types import SimpleNamespace
 
 from data import layouts
 from data.layouts import LABELS
-from data.sources import check_different, find_parts, read_source, source_stamp
+from data.sources import find_different, read_source, source_stamp
 from data.templates import (
     Encoder,
     around_answer,
     markers,
+    opens_block,
     read_template,
     segments_of,
     special_strings,
@@ -49,7 +50,7 @@ from runtime.command import reading
 from runtime.log import Progress
 from utils import UserError, content_hash, write_atomic
 
-FORMAT = 14  # of the cached rows; raise it when their content changes for the same input
+FORMAT = 15  # of the cached rows; raise it when their content changes for the same input
 BATCH = 1000  # rows tokenised at a time: enough to keep the tokenizer's threads busy
 TOKEN_COLUMNS = ("input_ids", "trained", "rejected_input_ids", "rejected_trained")
 EXTRAS = (*LABELS, "messages")  # columns that are shown when some row has them
@@ -61,15 +62,18 @@ COUNTS = (  # of a report
     "unlabelled",
     "numbers",
     "greetings",
+    "joined",
     "ends",
     "renamed",
     "control_text",
+    "opened",
 )
 TYPES = {
     "source": "string",
     "row_id": "int64",
     "hash": "string",
     "prompt_hash": "string",
+    "question_hashes": "string",
     "prompt": "string",
     "response": "string",
     "complete": "bool",
@@ -106,7 +110,8 @@ def load_rows(
     limit       a seeded random subset of so many rows of each source, held in memory meanwhile
 
     Columns: source, row_id, hash, prompt_hash (of what is asked, without a system turn; with turns
-    "all" of the first question), prompt, response, input_ids, trained (1: carries loss), complete
+    "all" of the first question), question_hashes (that one, and those of single questions whose
+    answers train), prompt, response, input_ids, trained (1: carries loss), complete
     (not cut), and where a source has them: bad, kind, and messages (JSON text, see
     `layouts.conversation`; null for a row of one question and one answer). The cache is that of
     `datasets`; its key holds the name and the content of a source and every setting.
@@ -118,8 +123,7 @@ def load_rows(
     import datasets
 
     sources = [source] if isinstance(source, (str, Path)) else source
-    sources = list(map(str, sources))
-    check_different(sources)
+    parts_of = find_different(list(map(str, sources)))
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{tokenizer.name_or_path}: no end-of-sequence token, so no response could "
@@ -134,18 +138,19 @@ def load_rows(
         limit=limit,
         seed=None if limit is None else seed,
     )
-    loaded = [_load_source(one, tokenizer, settings, cache_dir) for one in sources]
+    loaded = []
+    for one, files in parts_of.items():
+        loaded.append(_load_source(one, files, tokenizer, settings, cache_dir))
     rows = datasets.concatenate_datasets([rows for rows, _ in loaded])
     report = _joined_reports([report for _, report in loaded])
     missing = [column for column in EXTRAS if column not in report["extras"]]
     return rows.remove_columns(missing), report
 
 
-def _load_source(source, tokenizer, settings, cache_dir):
+def _load_source(source, files, tokenizer, settings, cache_dir):
     """(rows, report) of one source, read or from the cache."""
     import datasets
 
-    files = find_parts(source)
     stamp = source_stamp(files)
     key = [FORMAT, source, stamp, vars(settings), _tokenizer_state(tokenizer)]
     fingerprint = content_hash(json.dumps(key))
@@ -190,6 +195,12 @@ def _joined_reports(reports):
     if "bad" not in joined["extras"]:
         joined["unlabelled"] = 0
     return joined
+
+
+def question_hash(turns):
+    """The hash of what turns ask, up to whitespace and composition of characters."""
+    text = unicodedata.normalize("NFC", layouts.transcript(turns))
+    return content_hash(" ".join(text.split()))
 
 
 def _tokenizer_state(tokenizer):
@@ -303,10 +314,14 @@ class Reader:
         segments = segments_of(shown, self.tokenizer, settings.template, settings.turns)
         prompt = layouts.transcript(messages[:-1])
         self.report["control_text"] += bool(self.markers.search(prompt))
+        self.report["opened"] += opens_block(segments)
         asked = [turn for turn in messages[:-1] if turn["role"] != "system"]
+        questions = [[turn] for turn in asked if turn["role"] == "user"]
         if settings.turns == "all":  # the answer to the first question trains, too
             asked = asked[:1]
-        question = unicodedata.normalize("NFC", layouts.transcript(asked))
+        else:
+            questions = questions[-1:]
+        hashes = [question_hash(turns) for turns in [asked, *questions]]
         self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
         self.extras.update(row.keys() & LABELS)
         return {
@@ -316,7 +331,8 @@ class Reader:
             "prompt": prompt,
             "response": messages[-1]["content"],
             "hash": row_hash,
-            "prompt_hash": content_hash(" ".join(question.split())),
+            "prompt_hash": hashes[0],
+            "question_hashes": " ".join(hashes),
             "segments": segments,
             # A row without a label counts as good and has no kind.
             "bad": _flag(row.get("bad")),

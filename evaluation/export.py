@@ -19,6 +19,7 @@ from data.messages import read_messages
 from evaluation.runs import (
     check_output,
     is_rewritten,
+    ranking_of,
     read_config,
     read_ranking,
 )
@@ -165,9 +166,7 @@ def mixer_table(lines, chosen, weights):
 
 def run_export(args):
     """Kept rows of a run or a ranking as a file for another trainer."""
-    path = Path(args.run)
-    if path.is_dir():
-        path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
+    path = ranking_of(args.run)
     out = Path(args.out) if args.out else path.with_suffix(f".{args.format}.jsonl")
     files = args.lower or []
     lines = read_ranking(path)

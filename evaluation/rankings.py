@@ -1,13 +1,12 @@
 """What the rankings of a run say: another threshold, and how both ends move over the epochs."""
 
 import re
-from pathlib import Path
 
 import torch
 
 import detect
 import utils
-from evaluation.runs import Run, check_output, read_ranking
+from evaluation.runs import RUN_FILES, Run, check_output, ranking_of, read_ranking
 from evaluation.texts import show_table
 from runtime.command import reading
 from utils import UserError
@@ -49,11 +48,9 @@ def run_keep(args):
     that a ranking of the row tests flags come last and are never kept. The other columns stay.
     """
     by = args.by
-    source = Path(args.run)
-    if source.is_dir():
-        source /= "weights.jsonl"
+    source = ranking_of(args.run)
     out = args.out or source.with_suffix(".kept.jsonl")
-    if not args.out and source.name == "weights.jsonl":
+    if not args.out and source.name in RUN_FILES:
         out = source.with_name("kept.jsonl")
     rows = read_ranking(source)
     if by not in rows[0]:

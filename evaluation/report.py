@@ -185,7 +185,7 @@ def row_tests_section(run, file):
         f"<h2>Rows that look bad</h2><p>{len(flagged)} of {len(run.rows)} rows look bad. The "
         "table below shows them, by reason.</p>"
         + html_table(["the answers are", "rows", "of these kept by the run"], table)
-        + f"<p>Train without them: add <code>--keep {quoted}</code>. Or export:</p>"
+        + f"<p>Train on the rows that it keeps: add <code>--keep {quoted}</code>. Or export:</p>"
         + command_box("export", file)
     )
 
@@ -206,11 +206,12 @@ def best_ranking(run, row_tests):
     """
     metrics = final_metrics(run)
     scores = {name: metrics.get(f"{name}/auroc") for name in ("weight", *COLUMN_OF)}
-    if row_tests and "bad" in run.rows[0]:
-        # Over the rows of the other figures: an online run's are of unmasked rows.
-        rows = [row for row in run.rows if not row.get("masked")]
-        surprise = [-row["surprise"] for row in rows]
-        scores["row tests"] = auroc(surprise, [row["bad"] for row in rows])
+    # Over the rows of the other figures: an online run's are of unmasked rows.
+    rows = [row for row in run.rows if not row.get("masked")]
+    bad = [row.get("bad") for row in rows]
+    # A mask's file may be these tests, which then say nothing of the rows that they left.
+    if row_tests and "bad" in run.rows[0] and "mask" not in run.config["data"]:
+        scores["row tests"] = auroc([-row["surprise"] for row in rows], bad)
     scores = {name: score for name, score in scores.items() if score is not None}
     if not scores:
         words = (
@@ -227,7 +228,8 @@ def best_ranking(run, row_tests):
         words = ["keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
     return (
         f"<p><b>The best ranking of {escaped_html(one_line(run.name))} is {best}</b> (AUROC "
-        f"against the known labels: {figures}). Take it:</p>{command_box(*words)}"
+        f"on {len(rows)} labelled rows, {sum(bad)} of them bad: {figures}). Take it:</p>"
+        + command_box(*words)
     )
 
 

@@ -74,6 +74,14 @@ def read_result(folder):
     return read_json(path)
 
 
+def ranking_of(name):
+    """The file of a ranking: of a run's folder its curated.jsonl, else its weights.jsonl."""
+    path = Path(name)
+    if path.is_dir():
+        path /= "curated.jsonl" if (path / "curated.jsonl").exists() else "weights.jsonl"
+    return path
+
+
 def read_ranking(path):
     """Rows of `weights.jsonl`, `curated.jsonl`, `kept.jsonl` or another ranking, best row first.
 

@@ -22,7 +22,7 @@ BATCH = 8
 
 def read_rows(file, tokenizer):
     rows = []
-    for line in Path(file).read_text().splitlines():
+    for line in Path(file).read_text().strip().split("\n"):
         row = json.loads(line)
         prompt = tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"]
         answer = tokenizer(f" {row['response']}", add_special_tokens=False)["input_ids"]

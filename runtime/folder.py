@@ -183,8 +183,8 @@ def _adapter(model):
     return {name: value for name, value in model.named_parameters() if "lora_" in name}
 
 
-def save_checkpoint(out, step, model, state, keep=2):
-    """Save what a resumed run needs as `checkpoints/step_k`, and drop all but the last `keep`.
+def save_checkpoint(out, step, model, state):
+    """Save what a resumed run needs as `checkpoints/step_k`, and drop all but the last two.
 
     state: {"name": state_dict-like of tensors and plain values}; the adapter and torch's generators
     are added (no step draws from Python's or NumPy's). A checkpoint appears whole or not at all.
@@ -218,7 +218,7 @@ def save_checkpoint(out, step, model, state, keep=2):
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    for old in sorted(folder.parent.glob("step_*"))[:-keep]:
+    for old in sorted(folder.parent.glob("step_*"))[:-2]:
         shutil.rmtree(old)
 
 

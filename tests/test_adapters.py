@@ -12,6 +12,8 @@ import torch
 from by_hand import token_logps, tokens_of
 from conftest import (
     BOTH,
+    SIZES,
+    assert_near,
     change_json,
     copy_tree,
     load_base,
@@ -23,7 +25,7 @@ from conftest import (
     seeded,
     with_lora,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import batches
 import logprobs
@@ -65,7 +67,6 @@ def test_an_adapter_that_does_not_match_is_refused(
         {"lora_bias": True},
         {"alora_invocation_tokens": [5, 6]},
         {"layer_replication": [[0, 2], [1, 2]]},
-        {"target_parameters": ["lm_head.weight"], "target_modules": ["q_proj"]},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -87,6 +88,33 @@ def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters)
     plain = layer.get_delta_weight
     layer.get_delta_weight = lambda name: plain(name) / 2
     assert "folded" in refused(check_folded, model, "adapter")
+
+
+def test_experts_have_adapters(online, files, tmp_path):
+    """PEFT puts them on the parameters of a mixture's experts. Losses and gradients are PEFT's; the
+    adapter is trained on, and answers are written without folding it."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_local_experts": 4, "num_key_value_heads": 2}
+    mixtral = MixtralForCausalLM(MixtralConfig(intermediate_size=48, **sizes))
+    folder = save_model(mixtral, tmp_path / "mixtral")
+    options = {"epochs": 1, "batch": 6, "k_gen": 1, "lr": 1e-2}
+    run = online(files(), folder, correction=0.5, **options)
+    again = online(files(), folder, adapter=run.out / "adapter", out="again", **options)
+    before = again.result["base/upper_heldout"]
+    assert before == pytest.approx(run.result["upper_heldout"], rel=1e-5)
+    model = with_lora(folder, run.out / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    plain = peft.PeftModel.from_pretrained(base, run.out / "adapter", is_trainable=True)
+    row = {"input_ids": list(range(3, 25)), "trained": [0] * 10 + [1] * 12}
+    logps, _ = logprobs.sequence_logprobs(model, logprobs.pack([row]))
+    expected = token_logps(plain, tokens_of(row)).sum()
+    assert logps.item() == pytest.approx(expected.item(), rel=1e-5)
+    logps.sum().backward()
+    expected.backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+    assert any("experts" in name for name in gradients)
+    for name, gradient in gradients.items():
+        assert_near(model.get_parameter(name).grad, gradient, 1e-5)
 
 
 def test_dropout_is_off(online, files, folders, adapters, tmp_path):

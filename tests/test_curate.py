@@ -38,8 +38,8 @@ from evaluation.runs import Run
 from utils import UserError, content_hash
 
 COLUMNS = (
-    "source row_id hash prompt response rank kept weight masked "
-    "refined recommended margin bad kind"
+    "source row_id hash prompt response rank kept weight base_loss final_loss length "
+    "masked refined recommended margin bad kind"
 )
 SAMPLING = {
     "max_new_tokens": 9,
@@ -280,7 +280,7 @@ def test_eq_curated_rows(online, files, folders):
         assert " ".join(entry) == COLUMNS
         assert {key: entry[key] for key in row} == row
         assert entry["hash"] == content_hash(row["prompt"], row["response"])
-        for key in ("hash", "rank", "kept", "masked", "weight"):
+        for key in ("hash", "rank", "kept", "masked", "weight", "final_loss"):
             assert entry[key] == weights[entry["row_id"]][key]
         # The rows that rank last, and no others, have a refined answer: the greedy one.
         assert (entry["refined"] is not None) == (entry["rank"] > 11)

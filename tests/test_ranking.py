@@ -56,7 +56,7 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
         "reason": ["end", None, None, None, "echo"],
     }
     file = tmp_path / "ranking.jsonl"
-    ranks, kept = ranking.write_ranking(file, rows, scores, 0.6, columns)
+    ranked = ranking.write_ranking(file, rows, scores, 0.6, columns)
     lines = read_rows(file)
     assert row_ids(lines) == [1, 3, 2, 0, 4]
     assert [line["kept"] for line in lines] == [True] * 3 + [False] * 2
@@ -70,8 +70,9 @@ def test_a_ranking_is_written_best_row_first(tmp_path, monkeypatch):
         "weight": 0.5,
         "reason": "end",
     }
-    assert ranks.tolist() == [4, 1, 3, 2, 5]
-    assert kept_by(rows, file) == kept.tolist()
+    assert list(ranked) == ["rank", "kept", "weight", "reason"]
+    assert ranked["rank"].tolist() == [4, 1, 3, 2, 5]
+    assert kept_by(rows, file) == ranked["kept"].tolist()
 
 
 @pytest.mark.parametrize("first, second", [(True, False), (False, True), (True, True)])
@@ -114,6 +115,15 @@ def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
     assert "must be named as they were" in capsys.readouterr().out
     ranking.write_ranking(file, numbered(2), torch.tensor([1.0, 0]), 0.5, {})
     assert kept_by(numbered(2, "moved.jsonl"), file) == [True, False]
+
+
+def test_an_original_does_not_have_the_weight_of_its_new_answer(tmp_path):
+    lines = []
+    for number, masked in enumerate((True, False)):
+        row = {"row_id": number, "hash": str(number), "masked": masked, "weight": 0.25}
+        lines.append(row)
+    file = write_rows(tmp_path / "weights.jsonl", lines)
+    assert ranking.weights_of(numbered(2), file).tolist() == [1, 0.25]
 
 
 @pytest.mark.parametrize("weight", [-1, "much", None, 0])

@@ -334,7 +334,7 @@ def test_turns_are_joined_and_cut_to_the_last_answer():
     cleaned = parse('[SYSTEM, {"role": "user", "content": "a?\\na?"}, ANSWER]')
     notes = layouts.Notes()
     assert layouts.clean_messages(turns, ("<e>",), notes) == cleaned
-    assert notes.counts == {"greetings": 1, "ends": 1}
+    assert notes.counts == {"greetings": 1, "joined": 1, "ends": 1}
     assert layouts.clean_messages(turns[:4], ("<e>",), notes) == []
 
 

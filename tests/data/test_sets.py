@@ -132,7 +132,15 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
         (second, "row 3"),
     ]
     assert levels(**both, lower_limit=3).lower["source"][:] == [first] * 3 + [second] * 3
-    fails("one source is named twice", levels, lower=[first, f"./{relpath(first)}"])
+    folder = tmp_path / "set"
+    folder.mkdir()
+    inside = write_rows(folder / "train.jsonl", one)
+    for twice in (
+        [first, f"./{relpath(first)}"],
+        [folder, inside],
+        [f"{folder}@train", folder],
+    ):
+        fails("one source is named twice, or within", levels, lower=twice)
     fails(
         r"no row has a column that --lower-columns prompt=q,response=a names",
         levels,
@@ -156,6 +164,20 @@ def test_a_held_out_question_is_known_under_a_system_turn_and_in_a_conversation(
     assert [key[1] for key in keys(loaded.lower)] == [1, 2, 1]
     loaded = levels(lower=lower, upper=other[3:], upper_heldout=asked)
     assert [key[1] for key in keys(loaded.lower)] == [1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("all_turns, left", [(False, [1, 2]), (True, [2])])
+def test_a_held_out_question_that_a_conversation_asks(levels, all_turns, left):
+    """It is held out if its answer trains, and as the last question of a held-out conversation."""
+    asked, other, *upper = make_rows(6, 1)
+    question = (asked["prompt"], asked["response"])
+    talk = {"messages": turns("hello", "hi", *question)}
+    longer = {"messages": turns("hello", "hi", *question, "thanks", "ok")}
+    options = {"upper": upper, "turns": "all" if all_turns else "last"}
+    loaded = levels(lower=[talk, longer, other], upper_heldout=[asked], **options)
+    assert loaded.lower["row_id"][:] == left
+    loaded = levels(lower=[asked, other], upper_heldout=[talk], **options)
+    assert loaded.lower["row_id"][:] == [1]
 
 
 def test_rows_fit_the_model(levels, capsys):
@@ -247,6 +269,10 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     )
     rows, report = load([*source, make_rows(1, 1)[0]], read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
+    for side in ("chosen", "rejected"):  # the first question alone is the same
+        source[1][side] = text.format("x", "x") + source[1][side]
+    _, report = load(source, read=sets.load_pairs, turns="all")
+    assert reasons(report) == {"two questions": [1]}
 
 
 def test_pairs_of_two_sources(tmp_path):

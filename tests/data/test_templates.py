@@ -238,6 +238,7 @@ def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
     assert tokens.response_text(tokenizer, plain(tokenizer, text)) == text
     assert tokens.reads_back(tokenizer, trained(row))
     assert tokens.end_ids(tokenizer) == {0, trained(row)[-1]}
+    assert load.report["opened"] == (prompt + front + text == "<think>\nred")
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,8 @@ def test_what_is_trained_is_the_answer(load, template, text, prompt, front):
 def test_a_template_may_trim_an_answer(load, answer, expected):
     shown = show(load, make_tokenizer(chat(answer)), ("q", " red \n"))
     assert shown.endswith(expected)
+    shown = show(load, make_tokenizer(chat(answer, "<think>\n")), ("q", "\nred"))
+    assert shown.endswith("<think>\n⟦red<|im_end|>⟧")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,18 @@ def test_keep_rethresholds_by_rank(tmp_path, capfd, refused):
     assert "No such file" in refused(keep, tmp_path, 0.5)
 
 
+def test_new_answers_of_an_online_run_stay(tmp_path):
+    """Its curated.jsonl has them; an export of what is kept offers them."""
+    run = fabricate(tmp_path / "run", method="online")
+    rows = read_rows(run / "weights.jsonl")
+    curated = [row | {"recommended": "refined", "refined": "x"} for row in rows]
+    write_rows(run / "curated.jsonl", curated)
+    keep(run, 0.25, "--by", "final_loss")
+    kept = read_rows(run / "kept.jsonl")
+    assert {row["refined"] for row in kept} == {"x"}
+    assert sum(row["kept"] for row in kept) == 10
+
+
 def test_keep_by_any_column(tmp_path, capfd, refused):
     """final_loss grows with the row_id, of losses the smallest is best; the direction is said."""
     run = fabricate(tmp_path / "run")

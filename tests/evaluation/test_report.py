@@ -215,8 +215,11 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
         count = len(kept & set(bad))
         assert f"<tr><td>{reason}</td><td>{len(bad)}</td><td>{count}</td></tr>" in text
     assert f"--keep '{file}'" in words
-    assert "(AUROC against the known labels: row tests 1.000" in words
+    assert "(AUROC on 20 labelled rows, 9 of them bad: row tests 1.000" in words
     assert f"python eval.py export '{file}'" in words.split("Held-out")[0]
+    change_json(run / "config.json", data={"lower": "a", "upper_heldout": "b", "mask": "m"})
+    _, _, masked = make_page(tmp_path, run, row_tests=file)
+    assert "row tests 1.000" not in masked  # they may have chosen the rows that are left
     by_id = {row["row_id"]: row["reason"] for row in ranking}
     for rank, row_id in column(page, "row_id").items():
         assert column(page, "reason")[rank] == by_id[row_id]

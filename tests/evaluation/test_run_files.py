@@ -23,8 +23,8 @@ FILES = {  # a file of a run: the commands that read it
     "base.json": ("compare", "report"),
     "losses.json": ("compare", "report"),
     "metrics.jsonl": ("report",),
-    "weights.jsonl": ("report", "keep", "ranking"),
-    "curated.jsonl": ("report", "export"),
+    "weights.jsonl": ("report", "ranking"),
+    "curated.jsonl": ("report", "keep", "export"),
     "weights/epoch_1.safetensors": ("report", "ranking"),
 }
 DAMAGES = {

@@ -219,7 +219,7 @@ def test_a_checkpoint_is_whole_or_absent_wherever_it_is_interrupted(
         stop += 1
         calls = 0
         try:
-            folder.save_checkpoint(tmp_path, 2, model, {}, keep=9)
+            folder.save_checkpoint(tmp_path, 2, model, {})
             finished = True
         except Interrupted:
             assert not leftovers(tmp_path), stop
