@@ -129,7 +129,7 @@ def descend(
         upper_rows, lower_rows, micro_batch, models.is_sharded(model)
     )
     for up, low, rows in forwards:
-        # rows: those of `up`, then of `low`; a spare one where a sharded model has none.
+        # rows: the sequences of `up`, then of `low`; a spare one where a sharded model has none.
         logps, lengths = sequence_logprobs(model, pack(rows, model.device))
         start = sum(len(upper_rows[i]) for i in up)
         end = start + len(low)

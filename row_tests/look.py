@@ -70,8 +70,7 @@ def print_look(verdicts, rows):
         row = rows[place]
         print(f"  {REASONS[reason]}: {row['source']}, row_id {row['row_id']}")
         print(f"    question: {one_line(row['prompt'], SHOWN)}")
-        # The end of its answer, which may be cut short.
-        print(f"    answer: {one_line(row['response'][-SHOWN:], SHOWN)}")
+        print(f"    its answer ends: {one_line(row['response'][-SHOWN:], SHOWN)}")
     counts = collections.Counter()
     flagged = collections.Counter()
     texts = each_row(rows, "prompt", "response")
