@@ -215,8 +215,7 @@ def add_lora(
         )
         with reading(f"--lora-targets: no adapter on {targets}"):
             model = peft.get_peft_model(model, config)
-        if targets != "all-linear":
-            _check_targets(model, targets)
+        _check_targets(model)
     else:
         model = _load_adapter(model, adapter)
     _check_ends(model)
@@ -228,10 +227,10 @@ def add_lora(
     return model
 
 
-def _check_targets(model, targets):
-    """`UserError` where one of the names `targets`, a list, is no layer's: PEFT skips it."""
+def _check_targets(model):
+    """`UserError` where one of the adapter's targets is no layer: PEFT skips it."""
     layers = model.targeted_module_names
-    for target in targets:
+    for target in model.peft_config["default"].target_modules:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             raise UserError(f"--lora-targets {target}: there is no such layer")
 
@@ -246,7 +245,8 @@ def _check_ends(model):
         return
     if any(hasattr(end, "lora_A") for end in ends):
         raise UserError(
-            "--lora-targets: this model's embedding and head are one matrix; name neither of them"
+            "--lora-targets or --adapter: this model's embedding and head are one matrix, and "
+            "neither may have an adapter"
         )
 
 

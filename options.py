@@ -229,7 +229,7 @@ def add_data_arguments(group):
 
 def source_name(text):
     """A source without the slash that completion adds to a folder: rankings name it so."""
-    return text.rstrip("/")
+    return text.rstrip("/") or text
 
 
 def parse(parser, argv, presets=PRESETS):

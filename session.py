@@ -435,8 +435,8 @@ def save_and_print(args, run, result):
 
 def adapter_card(args, result):
     """README.md of the adapter: what it was trained from, how, and what came out."""
-    settings = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
-    facts = {"settings": settings, "result": result}
+    facts = {k: v for k, v in vars(args).items() if k not in FREE_TO_CHANGE}
+    facts |= {"keep_fraction": args.keep_fraction, "result": result}
     return f"""---
 base_model: {args.model}
 library_name: peft

@@ -218,8 +218,9 @@ def finish(args, run):
     if args.method == "bds" and args.omega_lr > 0:  # else omega ranks nothing
         scores = run.selector.logits.cpu()
     columns = {"weight": run.selector.weights().cpu(), **columns}
-    file = run.out / "weights.jsonl"
-    ranked = write_ranking(file, run.rows.lower, scores, args.keep_fraction, columns)
+    ranked = write_ranking(
+        run.out / "weights.jsonl", run.rows.lower, scores, args.keep_fraction, columns
+    )
     result = session.result_of(args, run, ranked)
     return session.save_and_print(args, run, result)
 

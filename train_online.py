@@ -98,7 +98,7 @@ def parse_args(argv=None):
         "--first-refresh",
         type=command.number(int, 2**31 - 1, zero=True),
         default=0,
-        help="step of the first refresh",
+        help="step of the first refresh; no row is masked before it",
     )
     add(
         "--refine",
@@ -582,8 +582,9 @@ def finish(args, run, masking, mask, num_written):
     keep_fraction = args.keep_fraction
     if masking.given is not None:  # what a file has put away does not come back as kept
         keep_fraction = min(keep_fraction, 1 - int(mask.sum()) / len(lower))
-    file = run.out / "weights.jsonl"
-    ranked = ranking.write_ranking(file, lower, scores, keep_fraction, columns)
+    ranked = ranking.write_ranking(
+        run.out / "weights.jsonl", lower, scores, keep_fraction, columns
+    )
     result = session.result_of(args, run, ranked)
     if masking.given is not None:
         to_answer = masking.given

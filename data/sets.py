@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pyarrow.compute
 import torch
 
-from data.tokens import LABELS, TOKEN_COLUMNS, load_rows
+from data.tokens import LABELS, TOKEN_COLUMNS, load_rows, question_hash
 from runtime.processes import first_goes_first
 from utils import UserError, content_hash, write_jsonl
 
@@ -129,7 +129,7 @@ def set_aside(report, keys, reason):
 
 @dataclass
 class Side:
-    """A response of a pair: its row's place, its prompt, and the hashes of its answer."""
+    """A response of a pair: its row's place, and hashes of its prompt and its answer."""
 
     place: int
     prompt: str
@@ -178,7 +178,7 @@ def _sides(rows):
     columns = ("source", "row_id", "prompt", "response", "input_ids")
     for place, (*key, prompt, answer, tokens) in enumerate(each_row(rows, *columns)):
         answers = {content_hash(answer), content_hash(str(tokens))}
-        sides[tuple(key)] = Side(place, prompt, answers)
+        sides[tuple(key)] = Side(place, question_hash(prompt), answers)
     return sides
 
 
@@ -267,7 +267,7 @@ def left_out(report):
         ("joined", "turns joined to the one before, of the same role"),
         (
             "opened",
-            "answers stand in a block (<think>) that the template's prompt leaves open",
+            "answers stand in a <think> block that the template's prompt leaves open",
         ),
         ("bad", "labelled bad"),
         ("unlabelled", "without a label count as good"),

@@ -59,15 +59,15 @@ def find_parts(source):
 
 def find_different(sources):
     """{source: what `find_parts` gives}; `UserError` where two share a part, to count double."""
-    parts_of = {source: find_parts(source) for source in sources}
+    lists = list(map(find_parts, sources))
     names = []
-    for part in itertools.chain(*parts_of.values()):
+    for part in itertools.chain(*lists):
         names.append(part.resolve() if isinstance(part, Path) else part._fingerprint)
-    if len(parts_of) < len(sources) or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         raise UserError(
             f"{', '.join(sources)}: one source is named twice, or within another"
         )
-    return parts_of
+    return dict(zip(sources, lists, strict=True))
 
 
 def _is_data(path):

@@ -188,11 +188,12 @@ def _without_block(tokenizer, messages, lead, answer):
     return lead if start < 0 else lead[:start]
 
 
-def opens_block(segments):
-    """Whether the last answer stands in a block that its prompt opens, and does not close it."""
-    (prompt, _), (answer, _) = segments[-2:]
-    block = re.search(r"<(\w+)>\s*\Z", prompt)
-    return block is not None and f"</{block[1]}>" not in answer
+def opens_thought(segments):
+    """Whether a prompt ends in an open <think> block that its answer does not close."""
+    for (prompt, _), (answer, _) in zip(segments[::2], segments[1::2], strict=True):
+        if re.search(r"<think>\s*\Z", prompt) and "</think>" not in answer:
+            return True
+    return False
 
 
 def _end_between(tokenizer, end, rest):

@@ -41,7 +41,7 @@ from data.templates import (
     Encoder,
     around_answer,
     markers,
-    opens_block,
+    opens_thought,
     read_template,
     segments_of,
     special_strings,
@@ -197,10 +197,9 @@ def _joined_reports(reports):
     return joined
 
 
-def question_hash(turns):
-    """The hash of what turns ask, up to whitespace and composition of characters."""
-    text = unicodedata.normalize("NFC", layouts.transcript(turns))
-    return content_hash(" ".join(text.split()))
+def question_hash(text):
+    """The hash of what is asked, up to whitespace and composition of characters."""
+    return content_hash(" ".join(unicodedata.normalize("NFC", text).split()))
 
 
 def _tokenizer_state(tokenizer):
@@ -314,14 +313,15 @@ class Reader:
         segments = segments_of(shown, self.tokenizer, settings.template, settings.turns)
         prompt = layouts.transcript(messages[:-1])
         self.report["control_text"] += bool(self.markers.search(prompt))
-        self.report["opened"] += opens_block(segments)
+        self.report["opened"] += opens_thought(segments)
         asked = [turn for turn in messages[:-1] if turn["role"] != "system"]
         questions = [[turn] for turn in asked if turn["role"] == "user"]
         if settings.turns == "all":  # the answer to the first question trains, too
             asked = asked[:1]
         else:
             questions = questions[-1:]
-        hashes = [question_hash(turns) for turns in [asked, *questions]]
+        texts = map(layouts.transcript, [asked, *questions])
+        hashes = [*map(question_hash, texts)]
         self.report["unlabelled"] += row.get("bad") in layouts.EMPTY
         self.extras.update(row.keys() & LABELS)
         return {

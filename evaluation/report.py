@@ -209,8 +209,9 @@ def best_ranking(run, row_tests):
     # Over the rows of the other figures: an online run's are of unmasked rows.
     rows = [row for row in run.rows if not row.get("masked")]
     bad = [row.get("bad") for row in rows]
-    # A mask's file may be these tests, which then say nothing of the rows that they left.
-    if row_tests and "bad" in run.rows[0] and "mask" not in run.config["data"]:
+    # The file of --mask or --keep may be these tests, which say nothing of the rows they left.
+    chosen = "mask" in run.config["data"] or getattr(run.args, "keep", None)
+    if row_tests and "bad" in run.rows[0] and not chosen:
         scores["row tests"] = auroc([-row["surprise"] for row in rows], bad)
     scores = {name: score for name, score in scores.items() if score is not None}
     if not scores:
@@ -228,7 +229,7 @@ def best_ranking(run, row_tests):
         words = ["keep", source, "--keep-fraction", 0.8, "--by", COLUMN_OF[best]]
     return (
         f"<p><b>The best ranking of {escaped_html(one_line(run.name))} is {best}</b> (AUROC "
-        f"on {len(rows)} labelled rows, {sum(bad)} of them bad: {figures}). Take it:</p>"
+        f"on {len(rows)} rows, {sum(bad)} of them labelled bad: {figures}). Take it:</p>"
         + command_box(*words)
     )
 

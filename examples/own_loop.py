@@ -8,7 +8,6 @@ Rows are {"prompt": ..., "response": ...}. The noisy rows that the model gives u
 import json
 import random
 import sys
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -21,9 +20,10 @@ BATCH = 8
 
 
 def read_rows(file, tokenizer):
+    with open(file) as lines:
+        texts = [json.loads(line) for line in lines]
     rows = []
-    for line in Path(file).read_text().strip().split("\n"):
-        row = json.loads(line)
+    for row in texts:
         prompt = tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"]
         answer = tokenizer(f" {row['response']}", add_special_tokens=False)["input_ids"]
         answer.append(tokenizer.eos_token_id)

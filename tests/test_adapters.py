@@ -90,9 +90,20 @@ def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters)
     assert "folded" in refused(check_folded, model, "adapter")
 
 
+def test_the_twin_equals_the_adapter(folders):
+    """On an embedding, too, whose adapter has names of another form."""
+    model = models.add_lora(load_base(folders["llama"]), targets=["embed_tokens", "q_proj"])
+    twin = models.add_twin(model, "theta_hat")
+    state = model.state_dict()
+    names = [name for name in state if ".theta_hat" in name]
+    assert len(names) == len(twin) == 6
+    for name in names:
+        assert torch.equal(state[name], state[name.replace("theta_hat", "default")])
+
+
 def test_experts_have_adapters(online, files, tmp_path):
     """PEFT puts them on the parameters of a mixture's experts. Losses and gradients are PEFT's; the
-    adapter is trained on, and answers are written without folding it."""
+    adapter is trained on."""
     torch.manual_seed(0)
     sizes = SIZES | {"num_local_experts": 4, "num_key_value_heads": 2}
     mixtral = MixtralForCausalLM(MixtralConfig(intermediate_size=48, **sizes))
@@ -102,6 +113,9 @@ def test_experts_have_adapters(online, files, tmp_path):
     again = online(files(), folder, adapter=run.out / "adapter", out="again", **options)
     before = again.result["base/upper_heldout"]
     assert before == pytest.approx(run.result["upper_heldout"], rel=1e-5)
+    names = ["w1", "w2", "w3", "q_proj"]
+    typed = models.add_lora(load_base(folder), targets=names)
+    assert any("experts" in name for name, p in typed.named_parameters() if p.requires_grad)
     model = with_lora(folder, run.out / "adapter")
     base = AutoModelForCausalLM.from_pretrained(folder)
     plain = peft.PeftModel.from_pretrained(base, run.out / "adapter", is_trainable=True)

@@ -3,6 +3,7 @@
 from os.path import relpath
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from conftest import (
     as_alpaca,
@@ -135,10 +136,13 @@ def test_sources_with_equal_row_ids_are_kept_apart(levels, tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
     inside = write_rows(folder / "train.jsonl", one)
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(one).save_to_disk(saved)
     for twice in (
         [first, f"./{relpath(first)}"],
         [folder, inside],
         [f"{folder}@train", folder],
+        [saved, f"./{relpath(saved)}"],
     ):
         fails("one source is named twice, or within", levels, lower=twice)
     fails(
@@ -269,6 +273,7 @@ def test_a_pair_of_answers_to_two_questions_is_none(load):
     )
     rows, report = load([*source, make_rows(1, 1)[0]], read=sets.load_pairs)
     assert reasons(report) == {"two questions": [1], "no usable rejected answer": [2]}
+    source[0]["rejected"] = text.format(" a ", "no")
     for side in ("chosen", "rejected"):  # the first question alone is the same
         source[1][side] = text.format("x", "x") + source[1][side]
     _, report = load(source, read=sets.load_pairs, turns="all")

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import change_json, read_rows, row_ids, write_rows
+from conftest import change_json, read_json, read_rows, row_ids, write_rows
 from fabricated import (
     HOSTILE,
     add_texts,
@@ -215,11 +215,14 @@ def test_reasons_are_joined_by_row_id_and_hash(tested, tmp_path):
         count = len(kept & set(bad))
         assert f"<tr><td>{reason}</td><td>{len(bad)}</td><td>{count}</td></tr>" in text
     assert f"--keep '{file}'" in words
-    assert "(AUROC on 20 labelled rows, 9 of them bad: row tests 1.000" in words
+    assert "(AUROC on 20 rows, 9 of them labelled bad: row tests 1.000" in words
     assert f"python eval.py export '{file}'" in words.split("Held-out")[0]
-    change_json(run / "config.json", data={"lower": "a", "upper_heldout": "b", "mask": "m"})
-    _, _, masked = make_page(tmp_path, run, row_tests=file)
-    assert "row tests 1.000" not in masked  # they may have chosen the rows that are left
+    config = read_json(run / "config.json")
+    for part, name in (("data", "mask"), ("args", "keep")):
+        change_json(run / "config.json", **{part: config[part] | {name: "x"}})
+        _, _, chosen = make_page(tmp_path, run, row_tests=file)
+        assert "row tests 1.000" not in chosen  # they may have chosen the rows
+        change_json(run / "config.json", **{part: config[part]})
     by_id = {row["row_id"]: row["reason"] for row in ranking}
     for rank, row_id in column(page, "row_id").items():
         assert column(page, "reason")[rank] == by_id[row_id]
