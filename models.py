@@ -230,7 +230,7 @@ def add_lora(
 def _check_targets(model):
     """`UserError` where one of the adapter's targets is no layer: PEFT skips it."""
     layers = model.targeted_module_names
-    for target in model.peft_config["default"].target_modules:
+    for target in sorted(model.peft_config["default"].target_modules):
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             raise UserError(f"--lora-targets {target}: there is no such layer")
 

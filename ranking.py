@@ -108,7 +108,7 @@ def listed(rows, file, column):
             if line[column] is None:
                 raise UserError(f"{file} row {number}: {column} is null")
             if column == "weight" and line.get("masked"):
-                line["weight"] = 1.0  # It has the weight of its new answer.
+                line["weight"] = 1.0  # A masked row has the weight of its new answer.
             key = (line.get("source") if several else None, line["row_id"])
             value = (line["hash"], line[column])
             if values.setdefault(key, value) != value:

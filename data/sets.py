@@ -129,7 +129,7 @@ def set_aside(report, keys, reason):
 
 @dataclass
 class Side:
-    """A response of a pair: its row's place, and hashes of its prompt and its answer."""
+    """A response of a pair: its row's place, the hash of its prompt, and those of its answer."""
 
     place: int
     prompt: str

@@ -57,8 +57,12 @@ def find_parts(source):
     )
 
 
-def find_different(sources):
-    """{source: what `find_parts` gives}; `UserError` where two share a part, to count double."""
+def find_sources(sources):
+    """{source: its parts, by `find_parts`}.
+
+    `UserError` where one source is named twice, or is a part of another: its rows would count
+    double.
+    """
     lists = list(map(find_parts, sources))
     names = []
     for part in itertools.chain(*lists):

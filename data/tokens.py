@@ -36,7 +36,7 @@ from types import SimpleNamespace
 
 from data import layouts
 from data.layouts import LABELS
-from data.sources import find_different, read_source, source_stamp
+from data.sources import find_sources, read_source, source_stamp
 from data.templates import (
     Encoder,
     around_answer,
@@ -111,10 +111,10 @@ def load_rows(
 
     Columns: source, row_id, hash, prompt_hash (of what is asked, without a system turn; with turns
     "all" of the first question), question_hashes (that one, and those of single questions whose
-    answers train), prompt, response, input_ids, trained (1: carries loss), complete
-    (not cut), and where a source has them: bad, kind, and messages (JSON text, see
-    `layouts.conversation`; null for a row of one question and one answer). The cache is that of
-    `datasets`; its key holds the name and the content of a source and every setting.
+    answers train), prompt, response, input_ids, trained (1: carries loss), complete (not cut), and
+    where a source has them: bad, kind, and messages (JSON text, see `layouts.conversation`; null
+    for a row of one question and one answer). The cache is that of `datasets`; its key holds the
+    name and the content of a source and every setting.
 
     The report holds the numbers of COUNTS, "layout", "unread" and "extras" (names of columns), and
     "set_aside", the rows that cannot be used: [{"source", "row_id", "place", "reason"}]. Raises
@@ -123,7 +123,7 @@ def load_rows(
     import datasets
 
     sources = [source] if isinstance(source, (str, Path)) else source
-    parts_of = find_different(list(map(str, sources)))
+    parts_of = find_sources(list(map(str, sources)))
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{tokenizer.name_or_path}: no end-of-sequence token, so no response could "

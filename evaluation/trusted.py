@@ -22,7 +22,7 @@ import models
 from baselines.dsir import ngram_buckets
 from data.layouts import transcript
 from data.messages import read_messages
-from data.sources import find_different
+from data.sources import find_sources
 from evaluation.losses import tokenised
 from evaluation.texts import show_table
 from runtime import processes
@@ -46,7 +46,7 @@ def prompt_text(row):
 
 def read_level(sources, columns, seed):
     """The `SourceRow`s of some sources, shuffled."""
-    find_different(sources)
+    find_sources(sources)
     rows = []
     for source in sources:
         rows += read_messages(source, columns)
