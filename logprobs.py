@@ -29,7 +29,7 @@ plain torch computes the same. `kernel=` (or KERNEL) forces one: "auto", "torch"
 "reference".
 
 Use. `pack` takes rows of token ids and says which tokens carry loss: "trained" is 1 on the tokens
-of the response, as in `labels`. Inside a batch everything is shifted once: position t predicts
+of the response and 0 elsewhere. Inside a batch everything is shifted once: position t predicts
 `targets[t]`, the *next* token of its row, and `response_mask[t]` says whether that next token
 carries loss. A mask on the response's own positions raises no error and gives another loss. The
 sums are log-probs of sequences in nats; -logps / lengths is the per-token mean of each row. NAME
@@ -325,7 +325,7 @@ def pack(rows, device="cpu"):
 
     rows: dictionaries with "input_ids", a list of n token ids, and "trained", a list of n numbers,
     1 where the token carries loss (the tokens of the response, not the positions that predict
-    them). Returns, on `device`:
+    them) and 0 elsewhere; ValueError for anything else. Returns, on `device`:
     input_ids, position_ids (1, T) int64: positions restart at every row, which isolates rows.
     cu_seqlens (B + 1,) int32: where each row starts, and T.
     targets (T,) int64: the next token of the same row; 0 at a row's last position.
@@ -338,10 +338,13 @@ def pack(rows, device="cpu"):
     starts = [0]
     for row in rows:
         tokens = row["input_ids"]
+        trained = row["trained"]
+        if not 0 < len(tokens) == len(trained) or set(trained) - {0, 1}:
+            raise ValueError("a row has tokens, and 0 or 1 for each of them as trained")
         input_ids += tokens
         position_ids += range(len(tokens))
         targets += [*tokens[1:], 0]
-        response_mask += [*row["trained"][1:], 0]
+        response_mask += [*trained[1:], 0]
         starts.append(len(input_ids))
     return {
         "input_ids": torch.tensor([input_ids], device=device),
@@ -379,6 +382,8 @@ def packed_attention(
         )
         return output.reshape(batch, 1, heads, size), None
     if cu_seqlens is None:
+        if length > 1 and attention_mask is not None and attention_mask.numel() == 1:
+            raise ValueError("this model's layers keep cu_seqlens from their attention")
         return sdpa_attention_forward(
             module,
             query,
@@ -517,7 +522,9 @@ def sequence_logprobs(model, batch, reference=False, greedy=False):
     `attn_implementation=ATTENTION`. batch: of `pack`. Returns (logps (B,) sums over response tokens
     in nats, differentiable once, lengths (B,) response tokens), so -logps / lengths is the
     per-token mean. reference: by the model's own logits. greedy: return a third tensor, (B,) bool:
-    whether greedy decoding, which takes the likeliest token, writes the whole response.
+    whether greedy decoding, which takes the likeliest token, writes the whole response. The model's
+    backbone is called, not its forward: under DDP or a trainer's autocast, wrap a module whose
+    forward calls this function (`model.module` would go past DDP's reduction of gradients).
     """
     logps, row, *likeliest = token_logps(model, batch, reference, greedy)
     num_rows = len(batch["cu_seqlens"]) - 1

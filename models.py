@@ -87,13 +87,17 @@ def load_config(name):
 
 
 def context_length(config):
-    """Tokens of the longest row, within any sliding window; 2**31 where no limit is named."""
+    """Tokens of the longest row that is read as by itself; 2**31 where no limit is named."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 2**31
     layers = getattr(text, "layer_types", None) or ["sliding_attention"]
     if getattr(text, "use_sliding_window", True) and "sliding_attention" in layers:
         window = getattr(text, "sliding_window", None) or 2**31
         limit = min(limit, window)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond it, the longest row of a pack decides how the rows beside it are read.
+        limit = min(limit, rope["original_max_position_embeddings"])
     return limit
 
 
@@ -171,7 +175,7 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
     if not four_bit and not on_host:
         model.to(device)
     model.eval().requires_grad_(False)
-    tolerance = 0.1 if dtype == torch.bfloat16 or four_bit else 1e-3
+    tolerance = 0.01 if dtype == torch.bfloat16 or four_bit else 1e-3
     try:
         logprobs.check_model(model, tolerance)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -476,9 +480,7 @@ def shard(model, device):
     fully_shard(backbone, mesh=mesh, ignored_params=whole)
     for tensor in (*whole, *model.buffers()):
         tensor.data = tensor.data.to(device)
-    bare(
-        model
-    )._is_fsdp_managed_module = True  # transformers' generate keeps processes in step
+    bare(model)._is_fsdp_managed_module = True  # keeps transformers' generate in step
 
 
 def is_sharded(model):

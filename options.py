@@ -294,7 +294,7 @@ def report_unread(args, parser):
         unread += OF_BDS
     if args.adapter:
         unread += ["lora_rank", "lora_alpha", "lora_targets"]
-    if getattr(args, "token_budget", None):
+    if args.token_budget:
         unread.append("epochs")
     if getattr(args, "refine", None) == "drop":
         unread += ["num_answers", "ratio", "temperature"]

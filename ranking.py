@@ -107,8 +107,8 @@ def listed(rows, file, column):
                 raise UserError(f"{file} row {number}: needs row_id, hash and {column}")
             if line[column] is None:
                 raise UserError(f"{file} row {number}: {column} is null")
-            if column == "weight" and line.get("masked"):
-                line["weight"] = 1.0  # A masked row has the weight of its new answer.
+            if column == "weight":
+                line["weight"] = original_weight(line)
             key = (line.get("source") if several else None, line["row_id"])
             value = (line["hash"], line[column])
             if values.setdefault(key, value) != value:
@@ -138,6 +138,14 @@ def listed(rows, file, column):
             "--keep leaves them out, --mask lets them train, --weights gives them 0"
         )
     return result
+
+
+def original_weight(line):
+    """The weight of the original answer of a ranking's line.
+
+    That of a masked row is the weight of its new answer: its original counts one where it is kept.
+    """
+    return float(line["kept"]) if line.get("masked") else line["weight"]
 
 
 def kept_by(rows, file):

@@ -119,7 +119,7 @@ def set_up(args, device, tokenizer, rows, plan):
         dtype=model.dtype,
         device=model.device,
     )
-    if getattr(args, "weights", None):  # N softmax(log w) is w with mean one
+    if args.weights:  # N softmax(log w) is w with mean one
         selector.logits.copy_(ranking.weights_of(rows.lower, args.weights).log())
     out, saved = enter_run(args, rows, learner, selector)
     reference = dict.fromkeys(("upper", "upper_heldout"))
@@ -140,7 +140,7 @@ def read_sets(args, tokenizer):
         tokens = int(sets.row_lengths(level).sum())
         report = sets.left_out(rows.reports.get(name, {}))
         print(f"{name}: {len(level)} rows, {tokens} tokens{report}")
-    if getattr(args, "keep", None):
+    if args.keep:
         kept = ranking.kept_by(rows.lower, args.keep)
         places = [place for place, verdict in enumerate(kept) if verdict]
         rows = replace(rows, lower=rows.lower.select(places))
@@ -154,9 +154,10 @@ def make_plan(args, lower):
     num_rows = len(lower)
     steps_per_epoch = math.ceil(num_rows / args.batch)
     total_steps = steps_per_epoch * args.epochs
-    budget = getattr(args, "token_budget", None)
-    if budget is not None:
-        total_steps = budget_steps(budget, sets.row_lengths(lower), args.batch, args.seed)
+    if args.token_budget:
+        total_steps = budget_steps(
+            args.token_budget, sets.row_lengths(lower), args.batch, args.seed
+        )
     ranking.check_share(args.keep_fraction, num_rows)
     count = processes.world_size()
     forwards = math.ceil(args.batch / count / args.micro_batch)
@@ -338,7 +339,7 @@ def selector_report(selector, out, epoch):
     omega = selector.logits.cpu().contiguous()
     folder.write_once(out, f"weights/epoch_{epoch}.safetensors", save({"omega": omega}))
     report = selector.diagnostics()
-    if report["uniform"] and len(selector.logits) > 1:
+    if report["uniform"]:
         tqdm.write(
             f"epoch {epoch}: the weights are still nearly uniform (1 % to 99 % quantile "
             f"{report['weight_q01']:.3f} to {report['weight_q99']:.3f}); only their order "
@@ -399,7 +400,7 @@ def result_of(args, run, ranked):
         of_all = row_losses(model, run.rows.all_lower, label="all lower losses")
         check_final(run, of_all[0])
         kept = slice(None)
-    result = {
+    return {
         "method": args.method,
         "seed": args.seed,
         "rows": len(lower),
@@ -410,7 +411,6 @@ def result_of(args, run, ranked):
         **mean_losses(*of_all, "lower_original"),
         **mean_losses(losses[kept], lengths[kept], "lower_kept"),
     }
-    return result
 
 
 def save_and_print(args, run, result):

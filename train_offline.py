@@ -21,8 +21,9 @@ Deviations from the text of the paper, each with its reason:
     (the paper's appendix, the authors' code) and saves one forward of the lower rows.
  5. An epoch is one seeded permutation of the lower rows; its last batch may be smaller. The upper
     rows cycle through permutations of their own; neither set is cut to the other's length.
- 6. Adam is torch's, betas (0.9, 0.999), no weight decay; theta's gradient is clipped at norm 1
-    (unpublished; the authors' library does it).
+ 6. What the paper leaves open: Adam is torch's, betas (0.9, 0.999), without weight decay, and its
+    rate is constant. theta's gradient is clipped at norm 1, as the authors' library does. LoRA is
+    on every linear layer but the head, without dropout. The beta of DPO is 0.1.
  7. `--correction A`, beyond the paper and off by default, takes C_i = L_i(theta) -
     A L_i(theta_hat), where theta_hat is a second adapter that descends the weighted lower loss
     alone. A = 1 is the penalty without Assumption 1 (separable data), gamma (sum sigma_i

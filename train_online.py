@@ -127,7 +127,7 @@ def parse_args(argv=None):
         "safety: 16",
     )
     options.add_arguments(parser)
-    parser.set_defaults(method="online")
+    parser.set_defaults(method="online", keep=None, weights=None, token_budget=None)
     args = options.parse(parser, argv, PRESETS)
     if args.turns != "last":
         raise UserError(

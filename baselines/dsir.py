@@ -21,7 +21,6 @@ import torch
 from tqdm import tqdm
 
 from data.sets import each_row
-from utils import UserError
 
 WORDS = re.compile(r"\w+|[^\w\s]+")  # NLTK's WordPunctTokenizer
 NUM_BUCKETS = 10_000
@@ -48,21 +47,16 @@ class RowTexts:
     def __init__(self, rows):
         self.rows = rows
 
-    def __len__(self):
-        return len(self.rows)
-
     def __iter__(self):
         for prompt, response in each_row(self.rows, "prompt", "response"):
             yield f"{prompt}\n{response}"
 
 
-def log_probabilities(texts, level):
+def log_probabilities(texts):
     """log (share + 1e-8) of the buckets among the n-grams of all texts, (NUM_BUCKETS,)."""
     counts = np.zeros(NUM_BUCKETS)
     for text in tqdm(texts, desc="dsir: n-grams", unit=" rows", mininterval=1):
         np.add.at(counts, ngram_buckets(text, NUM_BUCKETS), 1)
-    if not counts.any():
-        raise UserError(f"dsir: no {level} row holds a word")
     return np.log(counts / counts.sum() + 1e-8)
 
 
@@ -72,7 +66,7 @@ def dsir_log_weights(lower, upper):
     lower, upper: collections of texts. Returns (N,) float64: a sum over the n-grams of a text, not
     divided by its length.
     """
-    difference = log_probabilities(upper, "upper") - log_probabilities(lower, "lower")
+    difference = log_probabilities(upper) - log_probabilities(lower)
     weights = []
     for text in tqdm(lower, desc="dsir: weights", unit=" rows", mininterval=1):
         weights.append(difference[ngram_buckets(text, NUM_BUCKETS)].sum())

@@ -94,9 +94,11 @@ def bench_gpu(args):
     )
     if args.rehearse:
         folder = folder / "rehearsal"
-        # Before Triton is imported: it asks when a kernel is defined.
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # it would take minutes on a CPU
+        os.environ |= {
+            "TRITON_INTERPRET": "1",  # before its import: it asks when a kernel is defined
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_COMPILE_DISABLE": "1",  # it would take minutes on a CPU
+        }
     from benchmarks import gpu_parts
     from runtime.processes import pick_device
 

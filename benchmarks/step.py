@@ -21,7 +21,6 @@ import train_offline
 import train_online
 from batches import count_tokens, row_losses
 from benchmarks.measure import (
-    installed,
     mebibytes,
     peak_memory,
     ratio,
@@ -40,6 +39,7 @@ RHO, GAMMA, CLIP = 0.5, 0.1, 1.0
 MASKED_SHARE = 0.1  # R of the online steps
 SFT = "plain SFT"
 EAGER = "plain SFT, layers not compiled"
+ANY_ORDER = "plain SFT, sums in any order"
 BDS_CURRENT = "BDS, loss at theta^k"
 BDS_NEXT = "BDS, loss at theta^{k+1}"
 PADDED = "two padded forwards"
@@ -123,10 +123,13 @@ class Steps:
         places = self.batches[turn]
         return [self.lower[i] for i in places], [self.upper[i] for i in places]
 
-    def descend(self, turn, weights):
-        """A step of train_offline.py: (losses of the lower rows before it, the loss)."""
+    def descend(self, turn, weights, step=train_offline.descend):
+        """A step of train_offline.py: (losses of the lower rows before it, the loss).
+
+        step: what makes it, `train_offline.descend` or what has its arguments.
+        """
         lower, upper = self.rows(turn)
-        before = train_offline.descend(
+        before = step(
             self.model,
             self.theta,
             self.optimizer,
@@ -140,9 +143,9 @@ class Steps:
         loss = (1 - RHO) * before.upper.mean() + RHO * (weights * before.lower).mean()
         return before.lower, loss.item()
 
-    def plain(self, turn):
+    def plain(self, turn, **options):
         weights = torch.ones(len(self.batches[turn]), device=self.model.device)
-        return self.descend(turn, weights)[1]
+        return self.descend(turn, weights, **options)[1]
 
     def bilevel(self, next_theta, turn):
         """next_theta: whether omega reads the loss at theta^{k+1}, else at theta^k."""
@@ -254,9 +257,10 @@ def variants_of(steps, groups=(1,)):
         variants[online_name(group)] = Variant(call, answers=group, scored=True)
     if steps.compiled:
         variants[EAGER] = Variant(torch.compiler.set_stance("force_eager")(steps.plain))
+        unordered = train_offline.descend.__wrapped__  # without `models.fixed_order`
+        variants[ANY_ORDER] = Variant(functools.partial(steps.plain, step=unordered))
     variants[PADDED] = Variant(steps.two_padded, is_peer=True)
-    if installed("trl"):
-        variants[TRL] = Variant(lambda turn: steps.trainer(turn), is_peer=True)
+    variants[TRL] = Variant(lambda turn: steps.trainer(turn), is_peer=True)
     return variants
 
 
@@ -304,8 +308,6 @@ def compare_steps(steps, groups=(1,)):
             entry["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
         if not variant.is_peer:
             entry["floor"] = spread([variant.floor(steps, turn) for turn in rounds])
-    if not installed("trl"):
-        results[TRL] = {"failed": "not installed"}
     return results
 
 

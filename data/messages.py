@@ -17,17 +17,18 @@ class SourceRow:
     given: dict
 
 
-def read_messages(source, columns=None):
+def read_messages(source, columns=None, files=None):
     """Yield a `SourceRow` for every row of one source that has messages to train on.
 
     `row_id` and `hash` are those that `data.tokens.load_rows` gives; rows that it sets aside for
-    their length or by their template are here, too. columns: as it takes them. Of a pair the chosen
-    answer is read. Raises `UserError` behind the last row when none could be used.
+    their length or by their template are here, too. columns: as it takes them; files: what
+    `find_parts` says, where it was asked before. Of a pair the chosen answer is read. Raises
+    `UserError` behind the last row when none could be used.
     """
     columns = layouts.parse_columns(columns)
     notes = layouts.Notes()
     reason = "it holds none"
-    rows = read_source(find_parts(source), source)
+    rows = read_source(files or find_parts(source), source)
     for row_id, (_, given) in enumerate(rows):
         try:
             _, messages = layouts.read_row(given, columns, "chosen", notes)

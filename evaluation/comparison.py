@@ -197,7 +197,7 @@ def comparison_rows(runs):
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def spread_text(value, runs, interval):
+def spread_text(value, runs, interval=False):
     """The text of a `mean_and_interval` (None for none) in a row of so many runs."""
     if value is None:
         return "-"
@@ -248,6 +248,6 @@ def run_compare(args):
         )
         lines = []
         for key in keys:
-            texts = [spread_text(row.get(key), row["n"], interval=False) for row in rows]
+            texts = [spread_text(row.get(key), row["n"]) for row in rows]
             lines.append([key, *texts])
         show_table(["figure", *(row["name"] for row in rows)], lines)

@@ -24,6 +24,7 @@ from evaluation.runs import (
     read_ranking,
 )
 from evaluation.texts import show_table
+from ranking import original_weight
 from runtime.command import reading
 from utils import UserError, write_jsonl
 
@@ -55,16 +56,12 @@ def new_answer(line):
 
 
 def mean_one_weights(lines):
-    """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none.
-
-    That of a masked row is the weight of its new answer, so the original's is 1, too.
-    """
+    """The weights of these lines, (n,) float64 of mean one; 1 where the ranking has none."""
     if "weight" not in lines[0]:
         return torch.ones(len(lines), dtype=torch.float64)
     weights = []
     for line in lines:
-        is_judged = is_rewritten(line) or not line.get("masked")
-        weights.append(line["weight"] if is_judged else 1)
+        weights.append(line["weight"] if is_rewritten(line) else original_weight(line))
     weights = torch.tensor(weights, dtype=torch.float64)
     if not (weights >= 0).all() or not weights.sum() > 0:
         raise ValueError("its weights are negative, missing or all zero")

@@ -126,14 +126,12 @@ def mean_of(column, places):
 def ranking_over_epochs(run):
     """How the top and bottom tenth of the rows move (the paper's analysis of the ranking).
 
-    [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous, top_last}]: mean
-    response lengths in tokens; overlap of the top (bottom) with that of the epoch before and of the
-    top with the last one's, as shares.
+    [{epoch, group, rows, top_length, bottom_length, top_previous, bottom_previous}]: mean response
+    lengths in tokens; overlap of the top (bottom) with that of the epoch before, as shares.
     """
     lengths = column_of(run, "length")
     lines = []
     for group, members in ranking_groups(run).items():
-        last_top, _ = ends_of(run.omegas[max(run.omegas)], members)
         previous_top = previous_bottom = None
         for epoch, omega in run.omegas.items():
             top, bottom = ends_of(omega, members)
@@ -145,7 +143,6 @@ def ranking_over_epochs(run):
                 "bottom_length": mean_of(lengths, bottom),
                 "top_previous": overlap(top, previous_top),
                 "bottom_previous": overlap(bottom, previous_bottom),
-                "top_last": overlap(top, last_top),
             }
             lines.append(line)
             previous_top, previous_bottom = top, bottom
@@ -164,7 +161,6 @@ def run_ranking(args):
             "selector or has not finished an epoch"
         )
     print(
-        "top and bottom 10 % by weight: response length in tokens, overlap with the epoch before "
-        "and with the last"
+        "top and bottom 10 % by weight: response length in tokens, overlap with the epoch before"
     )
     show_table(list(lines[0]), [list(line.values()) for line in lines])

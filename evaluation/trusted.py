@@ -46,12 +46,9 @@ def prompt_text(row):
 
 def read_level(sources, columns, seed):
     """The `SourceRow`s of some sources, shuffled."""
-    find_sources(sources)
     rows = []
-    for source in sources:
-        rows += read_messages(source, columns)
-    if not rows:
-        raise UserError(f"{sources}: no row to train on")
+    for source, files in find_sources(sources).items():
+        rows += read_messages(source, columns, files)
     random.Random(seed).shuffle(rows)
     return rows
 

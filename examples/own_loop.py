@@ -20,15 +20,15 @@ BATCH = 8
 
 
 def read_rows(file, tokenizer):
-    with open(file) as lines:
-        texts = [json.loads(line) for line in lines]
     rows = []
-    for row in texts:
-        prompt = tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"]
-        answer = tokenizer(f" {row['response']}", add_special_tokens=False)["input_ids"]
-        answer.append(tokenizer.eos_token_id)
-        trained = [0] * len(prompt) + [1] * len(answer)
-        rows.append({"input_ids": prompt + answer, "trained": trained})
+    with open(file) as lines:
+        for line in lines:
+            row = json.loads(line)
+            prompt = tokenizer(f"User: {row['prompt']}\nAssistant:")["input_ids"]
+            answer = tokenizer(f" {row['response']}", add_special_tokens=False)["input_ids"]
+            answer.append(tokenizer.eos_token_id)
+            trained = [0] * len(prompt) + [1] * len(answer)
+            rows.append({"input_ids": prompt + answer, "trained": trained})
     return rows
 
 

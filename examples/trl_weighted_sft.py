@@ -56,6 +56,7 @@ def main(model, file, out):
         learning_rate=2e-4,
         lr_scheduler_type="constant",
         max_length=None,
+        bf16=torch.cuda.is_available(),
         report_to="none",
         save_strategy="no",
     )

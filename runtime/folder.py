@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import io
-import itertools
 import json
 import os
 import platform
@@ -106,10 +105,8 @@ def check_free(out, resume):
     if (out / "config.json").exists():
         if resume:
             return
-        free = next(n for n in itertools.count(2) if not Path(f"{out}-{n}").exists())
         raise UserError(
-            f"{out}: already holds a run; continue it with --resume, or begin another one "
-            f"with --out {out}-{free}"
+            f"{out}: already holds a run; continue it with --resume, or choose another --out"
         )
     for path in out.glob("*"):
         # config.json may appear in between, written by another process that starts now.

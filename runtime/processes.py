@@ -89,8 +89,8 @@ def _stop(*_):
 
 def first_to_fail():
     """Whether no other process of this run has printed an error before."""
-    if _store is None:  # not joined yet: all processes of a run meet the same error
-        return not _started_together() or os.environ.get("RANK", "0") == "0"
+    if _store is None:  # not joined yet: all processes of a machine meet the same error
+        return not _started_together() or os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         return _store.add("errors", 1) == 1
     except RuntimeError:  # the store went down with torchrun: better twice than never

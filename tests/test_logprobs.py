@@ -461,24 +461,42 @@ def test_a_sliding_window_shorter_than_a_row_is_refused():
         attend(sliding_window=3)
 
 
+@pytest.mark.parametrize("ids, trained", [([], []), ([5, 6], [1]), ([5, 6], [-100, 1])])
+def test_rows_that_would_be_packed_wrongly_are_refused(ids, trained):
+    """One without tokens or short of flags would shift those behind it; labels are no flags."""
+    row = {"input_ids": ids, "trained": trained}
+    with pytest.raises(ValueError, match="0 or 1 for each"):
+        pack([row])
+
+
+def leaking(*inputs, cu_seqlens, **options):
+    """What attention does in an architecture that ignores row borders."""
+    return logprobs.packed_attention(*inputs, cu_seqlens=cu_seqlens[[0, -1]], **options)
+
+
+def deaf(*inputs, cu_seqlens, **options):
+    """What it does where layers do not hand on what they are given, as StableLM's."""
+    return logprobs.packed_attention(*inputs, **options)
+
+
 @BOTH
-def test_check_model_accepts_what_fits_and_rejects_a_leak(name):
-    """A leak: what attention does in an architecture that ignores row borders."""
+@pytest.mark.parametrize(
+    "attention, error",
+    [(leaking, "differ from the model's own"), (deaf, "keep cu_seqlens")],
+)
+def test_check_model_accepts_what_fits_and_rejects_a_leak(name, attention, error):
+    """In bf16, too, by the tolerance that models.py gives."""
     packed, _ = load(name)
-
-    def leaking(*inputs, cu_seqlens=None, row_lengths=None, **options):
-        return logprobs.packed_attention(*inputs, **options)
-
-    AttentionInterface.register(logprobs.ATTENTION, leaking)
+    half, _ = load_lora(name, BF16)
+    check_model(packed, 1e-9)
+    check_model(half, 0.01)
+    AttentionInterface.register(logprobs.ATTENTION, attention)
     try:
-        with pytest.raises(
-            ValueError, match="packed log-probs differ from the model's own"
-        ):
-            check_model(packed, 1e-3)
+        for model, tolerance in ((packed, 1e-3), (half, 0.01)):
+            with pytest.raises(ValueError, match=error):
+                check_model(model, tolerance)
     finally:
         AttentionInterface.register(logprobs.ATTENTION, logprobs.packed_attention)
-    check_model(packed, 1e-9)
-    check_model(load_lora(name, F32)[0], 1e-3)
 
 
 def test_check_model_rejects_a_head_that_does_more():

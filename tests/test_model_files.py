@@ -112,6 +112,15 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
     assert "model.layers.1." in train(files(), folder, batch=12, epochs=1).text
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0],
+    "long_factor": [1.0],
+    "original_max_position_embeddings": 64,
+}
+
+
 @pytest.mark.parametrize(
     "limits, expected",
     [
@@ -120,10 +129,11 @@ def test_tensors_without_a_place_are_said(train, files, folders, tmp_path):
         ({"sliding_window": None}, 128),
         ({"sliding_window": 16, "layer_types": ["full_attention"] * 2}, 128),
         ({"sliding_window": 16, "use_sliding_window": False}, 128),
+        ({"sliding_window": None, "rope_parameters": LONGROPE}, 64),
     ],
 )
-def test_a_sliding_window_is_the_longest_row(limits, expected):
-    """Packed rows see all of their own tokens."""
+def test_the_longest_row_that_is_read_as_by_itself(limits, expected):
+    """Packed rows see all of their own tokens, and no longer row changes how they are read."""
     config = MistralConfig(num_hidden_layers=2, max_position_embeddings=128, **limits)
     assert models.context_length(config) == expected
 

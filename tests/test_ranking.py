@@ -118,12 +118,13 @@ def test_rows_of_two_sources_are_told_apart(tmp_path, capsys):
 
 
 def test_an_original_does_not_have_the_weight_of_its_new_answer(tmp_path):
+    """It counts one, or nothing where the run put it away."""
     lines = []
-    for number, masked in enumerate((True, False)):
+    for number, (masked, kept) in enumerate(((True, True), (True, False), (False, False))):
         row = {"row_id": number, "hash": str(number), "masked": masked, "weight": 0.25}
-        lines.append(row)
+        lines.append({**row, "kept": kept})
     file = write_rows(tmp_path / "weights.jsonl", lines)
-    assert ranking.weights_of(numbered(2), file).tolist() == [1, 0.25]
+    assert ranking.weights_of(numbered(3), file).tolist() == [1, 0, 0.25]
 
 
 @pytest.mark.parametrize("weight", [-1, "much", None, 0])

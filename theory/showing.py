@@ -30,17 +30,14 @@ def written(value):
 
 def save(figure, path):
     """Draw and write a PNG without dates or versions: the same numbers give the same file."""
-    import matplotlib
+    from matplotlib import figure as drawing
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    canvas, axes = plt.subplots(figsize=(7, 4.5))
+    canvas = drawing.Figure(figsize=(7, 4.5))
+    axes = canvas.subplots()
     for label, (x, y) in figure.curves.items():
         axes.plot(x, y, "o" if len(x) < 5 else "-", label=label)
     axes.set(xlabel=figure.x, ylabel=figure.y, **figure.settings)
     axes.legend()
     canvas.tight_layout()
     canvas.savefig(path, dpi=100, metadata={"Software": None})
-    plt.close(canvas)
     print(f"figure: {path}")

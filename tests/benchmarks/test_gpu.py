@@ -95,6 +95,7 @@ def test_the_rehearsal(tmp_path):
         assert heads[kernel]["gradient_error"] < 1e-5
     for name in ("steps-tiny", "steps-tiny-gradient-checkpointing"):
         assert result(name)["online, R=10%, G=5"]["loss_difference"] < 1e-6
+    assert result("steps-tiny")["plain SFT, sums in any order"]["loss_difference"] < 1e-6
     table = result("table2-tiny")
     assert table["answers"]["tokens_per_second"] > 0
     assert table["hours"]["BDS"]["extrapolated_hours"]["tiny"] > 0

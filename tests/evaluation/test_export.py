@@ -210,10 +210,11 @@ def test_eq_copies_are_the_weights_in_expectation():
 def test_the_original_of_a_masked_row_has_no_weight_of_its_own():
     lines = [
         {"weight": 3.0},
-        {"weight": 9.0, "masked": True},
-        {"weight": 2.0, "masked": True, "recommended": "refined"},
+        {"weight": 9.0, "masked": True, "kept": True},
+        {"weight": 9.0, "masked": True, "kept": False},
+        {"weight": 4.0, "masked": True, "recommended": "refined"},
     ]
-    assert mean_one_weights(lines).tolist() == [1.5, 0.5, 1.0]
+    assert mean_one_weights(lines).tolist() == [1.5, 0.5, 0.0, 2.0]
 
 
 # --- several sources ------------------------------------------------------------------------------

@@ -119,11 +119,9 @@ def test_eq_ranking_over_epochs_by_hand(tmp_path):
     assert first["top_length"] == (4 + 6) / 2
     assert first["bottom_length"] == (1 + 6) / 2
     assert first["top_previous"] is None
-    assert first["top_last"] == 0.5
     assert second["top_length"] == (4 + 7) / 2
     assert second["bottom_length"] == (6 + 5) / 2
     assert second["top_previous"] == second["bottom_previous"] == 0.5
-    assert second["top_last"] == 1
 
 
 def test_masked_rows_are_ranked_apart(tmp_path):
