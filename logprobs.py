@@ -374,6 +374,12 @@ def packed_attention(
     Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop: never a T x T mask.
     """
     batch, heads, length, size = query.shape
+    is_masked = attention_mask is not None and attention_mask.numel() > 1
+    # `packed_forward` hands down both borders and a mask of one element.
+    if length > 1 and attention_mask is not None and is_masked == (cu_seqlens is not None):
+        raise ValueError(
+            "attention has a mask of its own, or is not given the borders of rows"
+        )
     if cu_seqlens is None and length == 1 and key.shape[1] < heads:
         # Decoding: heads that share keys are read as positions, so no key is repeated.
         grouped = query.view(batch, key.shape[1], -1, size)
@@ -382,8 +388,6 @@ def packed_attention(
         )
         return output.reshape(batch, 1, heads, size), None
     if cu_seqlens is None:
-        if length > 1 and attention_mask is not None and attention_mask.numel() == 1:
-            raise ValueError("this model's layers keep cu_seqlens from their attention")
         return sdpa_attention_forward(
             module,
             query,
@@ -474,6 +478,8 @@ def _plain_head(causal_lm):
     """The head's weight when log-probs are simply softmax(W h), else None."""
     head = causal_lm.get_output_embeddings()
     if type(head) is not torch.nn.Linear or head.bias is not None:
+        return None
+    if causal_lm.base_model is causal_lm:  # Llama 4 does not say which part it is
         return None
     if head.weight.requires_grad and torch.is_grad_enabled():
         return None

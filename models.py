@@ -6,6 +6,7 @@ Only safetensors files are read, and no remote code is run.
 import contextlib
 import functools
 import logging
+import math
 import os
 import shutil
 import types
@@ -15,7 +16,7 @@ from pathlib import Path
 from runtime.command import reading
 from runtime.hub import hub_answers
 from runtime.processes import sum_gradients, world_size
-from utils import UserError, first_line
+from utils import UserError
 
 # ruff: isort: split
 import torch
@@ -140,7 +141,7 @@ def _read_weights(name, device, dtype, four_bit):
         )
         options["device_map"] = {"": device}
     transformers.logging.set_verbosity_error()  # its load report; ours is one line
-    with reading(f"{name}: the model cannot be loaded"):
+    with reading(f"{name}: the model cannot be loaded with attention over packed rows"):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             name, output_loading_info=True, **options
         )
@@ -176,12 +177,8 @@ def load_model(name, device, dtype="auto", four_bit=False, on_host=False):
         model.to(device)
     model.eval().requires_grad_(False)
     tolerance = 0.01 if dtype == torch.bfloat16 or four_bit else 1e-3
-    try:
+    with reading(f"{name}: packed rows do not run through it"):
         logprobs.check_model(model, tolerance)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(
-            f"{name}: packed rows do not run through it: {first_line(error)}"
-        ) from None
     return model
 
 
@@ -202,9 +199,10 @@ def add_lora(
 ):
     """A PEFT model with LoRA on its targets, or the adapter of a folder.
 
-    targets: names of layers, or "all-linear", which is every linear layer but the head. An adapter
-    of a folder keeps its own rank, alpha and layers; its dropout is switched off. An adapter is
-    float32, float64 over a float64 base. Draws from torch's global generator.
+    targets: names of layers, or "all-linear", which PEFT takes for every linear layer but the head,
+    and for the experts and routers of some mixtures. An adapter of a folder keeps its own rank,
+    alpha and layers; its dropout is switched off. An adapter is float32, float64 over a float64
+    base. Draws from torch's global generator. `UserError` where rows do not run through it.
     """
     import peft
 
@@ -225,9 +223,13 @@ def add_lora(
     _check_ends(model)
     _switch_off_dropout(model)
     speed_up_lora(model)
+    model.eval()  # what a forward says is a function of theta alone
+    with reading("rows do not run through the adapted layers; name other --lora-targets"):
+        logprobs.check_model(model, math.inf)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # transformers checkpoints in training mode only
+        for layer in decoder_layers(model):
+            layer.training = True  # transformers checkpoints in training mode only
     return model
 
 
@@ -313,17 +315,19 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale):
-        flat = x.reshape(-1, x.shape[-1]).to(weight.dtype)
+        cast = x.to(weight.dtype)
+        flat = cast.reshape(-1, x.shape[-1])
         a = a.to(weight.dtype)
         b = b.to(weight.dtype)
         low = flat @ a.T
-        output = torch.nn.functional.linear(flat, weight, bias)
-        output.addmm_(low, b.T, alpha=scale)
+        # It is no view, which a model could not change in place.
+        output = torch.nn.functional.linear(cast, weight, bias)
+        output.view(-1, len(weight)).addmm_(low, b.T, alpha=scale)
         ctx.save_for_backward(flat, weight, a, b, low)
         ctx.scale = scale
         ctx.input_shape = x.shape
         ctx.input_dtype = x.dtype
-        return output.view(*x.shape[:-1], -1)
+        return output
 
     @staticmethod
     def backward(ctx, grad):
@@ -436,8 +440,8 @@ def update(parameters, optimizer, clip):
 
 def decoder_layers(model):
     """The list of a causal LM's decoder layers, with or without PEFT around it."""
-    backbone = bare(model).base_model
-    return next(m for m in backbone.modules() if isinstance(m, torch.nn.ModuleList))
+    decoder = bare(model).get_decoder()  # beside it, a model may have a tower for images
+    return next(m for m in decoder.modules() if isinstance(m, torch.nn.ModuleList))
 
 
 def compile_layers(model):

@@ -91,7 +91,11 @@ def add_arguments(parser):
         help="dtype of the base; auto: for hidden sizes from 512 bfloat16 on CUDA and on CPUs that "
         "multiply it, else float32; the adapter is float32, or float64 on a float64 base",
     )
-    add("--four-bit", action="store_true", help="NF4 base through bitsandbytes")
+    add(
+        "--four-bit",
+        action="store_true",
+        help="NF4 base through bitsandbytes; experts of a mixture stay as they are",
+    )
     add(
         "--gradient-checkpointing",
         action=argparse.BooleanOptionalAction,

@@ -143,7 +143,7 @@ def listed(rows, file, column):
 def original_weight(line):
     """The weight of the original answer of a ranking's line.
 
-    That of a masked row is the weight of its new answer: its original counts one where it is kept.
+    A masked row has that of its new answer. Its original counts one if it is kept, else nothing.
     """
     return float(line["kept"]) if line.get("masked") else line["weight"]
 

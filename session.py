@@ -18,7 +18,6 @@ import ranking
 from batches import mean_losses, row_losses
 from data import sets
 from data.tokens import show_example
-from generate import check_folded
 from runtime import folder, processes
 from selector import Selector
 from upper import dpo_margins, pair_logps, reference_margins, upper_losses
@@ -143,7 +142,9 @@ def read_sets(args, tokenizer):
     if args.keep:
         kept = ranking.kept_by(rows.lower, args.keep)
         places = [place for place, verdict in enumerate(kept) if verdict]
-        rows = replace(rows, lower=rows.lower.select(places))
+        unkept = [place for place, verdict in enumerate(kept) if not verdict]
+        lower = rows.lower
+        rows = replace(rows, lower=lower.select(places), left_out=lower.select(unkept))
         print(f"--keep {args.keep}: {len(places)} of {len(kept)} lower rows train")
     print("trained tokens in brackets: " + show_example(rows.lower[0], tokenizer))
     return rows
@@ -199,7 +200,6 @@ def make_learner(args, device):
     if args.adapter:
         fingerprints["adapter_weights"] = folder.fingerprint(trained)
         warn_of_other_base(args.adapter, fingerprints["base_weights"])
-        check_folded(model, args.adapter)
     theta = list(trained.values())
     optimizer = torch.optim.Adam(theta, lr=args.lr)
     theta_hat = optimizer_hat = None
@@ -395,9 +395,10 @@ def result_of(args, run, ranked):
     lengths = ranked["length"]
     kept = ranked["kept"]
     of_all = (losses, lengths)
-    if run.rows.all_lower is not lower:
+    if run.rows.left_out is not None:
         # The same rows for every method; those that --keep left are the kept ones.
-        of_all = row_losses(model, run.rows.all_lower, label="all lower losses")
+        beside = row_losses(model, run.rows.left_out, label="losses of rows left out")
+        of_all = [torch.cat(both) for both in zip(of_all, beside, strict=True)]
         check_final(run, of_all[0])
         kept = slice(None)
     return {

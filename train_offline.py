@@ -74,7 +74,7 @@ def parse_args(argv=None):
         "--token-budget",
         type=command.COUNT,
         help="mix and sft: in place of --epochs, the step at which so many lower-level tokens are "
-        "read is the last",
+        "read is the last; the losses of all rows are still read before and after",
     )
     options.add_arguments(parser)
     args = options.parse(parser, argv)

@@ -69,7 +69,7 @@ def row_gradients(model, theta, rows):
 
     def watch(layer, arguments, output):
         if layer not in outputs:  # not again when a checkpointed forward is repeated
-            inputs[layer] = arguments[0].detach()[0]
+            inputs[layer] = arguments[0].detach().flatten(0, -2)  # some have no batch
             outputs[layer] = output
 
     layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
@@ -92,7 +92,7 @@ def row_gradients(model, theta, rows):
         a = layer.lora_A["default"].weight
         b = layer.lora_B["default"].weight
         x = inputs[layer][index].to(a.dtype)
-        g = gradient[0][index] * inside[:, :, None]
+        g = gradient.flatten(0, -2)[index] * inside[:, :, None]
         g = g.to(a.dtype) * layer.scaling["default"]
         by_parameter[a] = (g @ b).transpose(1, 2) @ x
         by_parameter[b] = g.transpose(1, 2) @ (x @ a.T)
@@ -239,6 +239,10 @@ def run_less(args, base, levels):
         args.lora_alpha,
         checkpointing=args.gradient_checkpointing,
     )
+    if model.targeted_parameter_names:
+        raise utils.UserError(
+            "less: the adapters of this model's experts have no rows' gradients"
+        )
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
     lower = batches.tokens_only(levels.lower)
     upper = batches.tokens_only(levels.upper)

@@ -354,7 +354,6 @@ def bench_step(args):
     settings = {
         "rows of each level": batch,
         "micro batch": args.micro_batch,
-        "mean tokens a step": count_tokens(lower + upper) // args.rounds,
         "rounds": args.rounds,
     }
     store_and_print(args, settings, results, *step_table(results))

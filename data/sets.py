@@ -21,16 +21,16 @@ LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 class Rows:
     """Data sets of tokenised rows: what trains, and what is never trained on.
 
-    lower: the rows that train; all_lower: with --keep also those that do not. upper is None for
-    SFT without trusted rows, and so are held-out sets that no source names. reports: {level: what
-    reading it says, see `data.tokens.load_rows`}.
+    lower: the rows that train; left_out: those that --keep leaves out, None without it. upper is
+    None for SFT without trusted rows, and so are held-out sets that no source names. reports:
+    {level: what reading it says, see `data.tokens.load_rows`}.
     """
 
     lower: object
     upper: object
     upper_heldout: object
     lower_heldout: object
-    all_lower: object
+    left_out: object
     reports: dict
 
     def by_name(self):
@@ -85,7 +85,7 @@ def load_levels(args, tokenizer, context_length):
     if levels["upper"] is not None:
         shared = prompt_overlap(levels["lower"], levels["upper"])
         print(f"prompts of lower rows that upper rows have too: {len(shared)}")
-    return Rows(**levels, all_lower=levels["lower"], reports=reports)
+    return Rows(**levels, left_out=None, reports=reports)
 
 
 def drop_held_out(levels, reports):

@@ -59,8 +59,7 @@ def draw_plot(title, caption, curves, xlabel, ylabel):
             # Dollar signs would begin a formula.
             name = one_line(name, NAME).replace("$", r"\$")
             ys = [math.nan if y is None else y for y in ys]
-            marker = "o" if len(xs) < 10 else None
-            axes.plot(xs, ys, marker=marker, linewidth=1, label=name)
+            axes.plot(xs, ys, linewidth=1, label=name)
     if not axes.lines:
         return ""
     axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -26,6 +26,7 @@ from data.sources import find_sources
 from evaluation.losses import tokenised
 from evaluation.texts import show_table
 from runtime import processes
+from runtime.log import Progress
 from train_offline import descend
 from utils import UserError
 
@@ -48,7 +49,8 @@ def read_level(sources, columns, seed):
     """The `SourceRow`s of some sources, shuffled."""
     rows = []
     for source, files in find_sources(sources).items():
-        rows += read_messages(source, columns, files)
+        reader = read_messages(source, columns, files)
+        rows += Progress(reader, f"reading {source}", unit=" rows", leave=False)
     random.Random(seed).shuffle(rows)
     return rows
 
@@ -87,7 +89,7 @@ def short_run(name, rows, held_out, seed):
     theta = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(theta, lr=LR)
     tokens = batches.tokens_only(rows)
-    for epoch in range(EPOCHS):
+    for epoch in Progress(range(EPOCHS), "short run"):
         order = batches.permutation(len(rows), seed, epoch, stream=0)
         for places in order.split(BATCH):
             batch = batches.take(tokens, places)

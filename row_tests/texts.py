@@ -267,7 +267,10 @@ def minhashes(text):
 
 def is_choice(prompt, answer):
     """Whether an answer is one whole entry of a list in its question, as of multiple choice."""
-    words = re.escape(re.sub(f"^{ENTRY}", "", answer.strip()))
+    words = re.sub(f"^{ENTRY}", "", answer.strip())
+    if words not in prompt:  # a pattern a row is slow
+        return False
+    words = re.escape(words)
     return bool(re.search(rf"(?m)^[ \t]*{ENTRY}[ \t]*{words}[ \t]*$", prompt))
 
 

@@ -37,6 +37,8 @@ class Progress(tqdm):
             }
         hidden = label is None or rank() > 0
         super().__init__(rows, desc=label, disable=hidden, **options)
+        if not self.total:
+            self.bar_format = None  # tqdm's own, without a share
 
     @staticmethod
     def status_printer(file):

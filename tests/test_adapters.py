@@ -16,6 +16,7 @@ from conftest import (
     assert_near,
     change_json,
     copy_tree,
+    flags,
     load_base,
     make_adapter,
     make_llama,
@@ -25,12 +26,18 @@ from conftest import (
     seeded,
     with_lora,
 )
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import batches
 import logprobs
 import models
-from generate import check_folded
+from baselines import __main__ as baselines
 from runtime.folder import fingerprint
 
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
@@ -79,15 +86,22 @@ def test_an_adapter_that_is_not_plain_lora_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_adapter_that_cannot_be_folded_is_refused(refused, folders, adapters):
-    """Answers are written with the adapter folded into the base: it must be the same model."""
-    model = with_lora(folders["llama"], adapters["llama"])
-    check_folded(model, "adapter")
+def test_what_a_lora_layer_returns_may_be_changed_in_place(folders):
+    """As Gemma 3n does."""
+    model = models.add_lora(load_base(folders["llama"]), targets=["q_proj"])
     layer = next(m for m in model.modules() if hasattr(m, "lora_A"))
-    layer.scaling["default"] *= 2
-    plain = layer.get_delta_weight
-    layer.get_delta_weight = lambda name: plain(name) / 2
-    assert "folded" in refused(check_folded, model, "adapter")
+    x = torch.ones(2, 3, layer.in_features, requires_grad=True)
+    output = layer(x)
+    output *= 2
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * layer.base_layer.weight.sum(0).expand(x.shape))
+
+
+def test_layers_that_no_row_runs_through_are_refused(folders, monkeypatch, refused):
+    """Such as a router that returns two tensors."""
+    monkeypatch.setattr(models, "_lora_forward", lambda layer, x: (x, x))
+    line = refused(models.add_lora, load_base(folders["llama"]))
+    assert "do not run through the adapted layers; " in line
 
 
 def test_the_twin_equals_the_adapter(folders):
@@ -101,9 +115,18 @@ def test_the_twin_equals_the_adapter(folders):
         assert torch.equal(state[name], state[name.replace("theta_hat", "default")])
 
 
-def test_experts_have_adapters(online, files, tmp_path):
+def test_a_tower_for_images_has_no_decoder_layers():
+    text = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}
+    config = Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = Gemma3ForConditionalGeneration(config)
+    names = [type(layer).__name__ for layer in models.decoder_layers(model)]
+    assert names == ["Gemma3DecoderLayer"] * 2
+
+
+def test_experts_have_adapters(online, files, tmp_path, refused):
     """PEFT puts them on the parameters of a mixture's experts. Losses and gradients are PEFT's; the
-    adapter is trained on."""
+    adapter is trained on. LESS, which needs gradients of single rows, refuses them."""
     torch.manual_seed(0)
     sizes = SIZES | {"num_local_experts": 4, "num_key_value_heads": 2}
     mixtral = MixtralForCausalLM(MixtralConfig(intermediate_size=48, **sizes))
@@ -113,6 +136,8 @@ def test_experts_have_adapters(online, files, tmp_path):
     again = online(files(), folder, adapter=run.out / "adapter", out="again", **options)
     before = again.result["base/upper_heldout"]
     assert before == pytest.approx(run.result["upper_heldout"], rel=1e-5)
+    words = flags(**files(), model=folder, out=tmp_path / "less.jsonl")
+    assert "experts" in refused(baselines.main, ["less", *words])
     names = ["w1", "w2", "w3", "q_proj"]
     typed = models.add_lora(load_base(folder), targets=names)
     assert any("experts" in name for name, p in typed.named_parameters() if p.requires_grad)

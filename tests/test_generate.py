@@ -11,7 +11,7 @@ from conftest import assert_near, load_base, make_adapter, make_neox, seeded, wi
 
 import generate as generate_module
 from generate import _SeededSampler, folded, generate, is_copy, repetition
-from models import adapter, add_twin, bare
+from models import adapter, add_twin, bare, decoder_layers
 
 
 @pytest.fixture(scope="module", params=["llama", "neox"])
@@ -212,13 +212,15 @@ def test_a_static_cache_writes_the_same(model, monkeypatch):
 
 
 def test_training_mode_and_checkpointing_survive(folders, adapters):
-    """A model in training mode writes the same, and is in training mode again."""
-    plain = with_lora(folders["llama"], adapters["llama"]).eval()
+    """Layers that are checkpointed, which is a part of training mode, write the same."""
+    plain = with_lora(folders["llama"], adapters["llama"])
     training = with_lora(folders["llama"], adapters["llama"], checkpointing=True)
     prompts = make_prompts(5)
+    before = [module.training for module in training.modules()]
     assert ask(training, prompts) == ask(plain, prompts)
-    assert training.training and training.get_base_model().training
-    assert not plain.training
+    assert [module.training for module in training.modules()] == before
+    assert sum(before) == len(decoder_layers(training))
+    assert not any(module.training for module in plain.modules())
 
 
 # --- where an answer ends -------------------------------------------------------------------------

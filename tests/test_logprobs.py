@@ -428,13 +428,13 @@ def test_eq_a_trained_head_takes_the_reference_path():
     assert_near(packed.lm_head.weight.grad, plain.lm_head.weight.grad, 1e-9)
 
 
-def attend(dtype=F32, **options):
+def attend(dtype=F32, mask=None, **options):
     """`packed_attention` of two rows of 3 and 4 positions: 4 heads, 2 of keys and values."""
     query = normal(1, 4, 7, 8).to(dtype)
     key = normal(1, 2, 7, 8, seed=1).to(dtype)
     value = normal(1, 2, 7, 8, seed=2).to(dtype)
     options["cu_seqlens"] = torch.tensor([0, 3, 7], dtype=torch.int32)
-    output, _ = logprobs.packed_attention(None, query, key, value, None, **options)
+    output, _ = logprobs.packed_attention(None, query, key, value, mask, **options)
     return output
 
 
@@ -450,6 +450,12 @@ def test_attention_that_would_be_read_wrongly_is_refused(name):
 def test_attention_is_one_piece_of_memory(dtype):
     """Some models take a view of what their attention returns."""
     assert attend(dtype).view(1, 7, 32).dtype == dtype
+
+
+def test_a_mask_that_the_model_made_is_refused():
+    attend(mask=torch.ones(1, 1, 1, 1))
+    with pytest.raises(ValueError, match="a mask of its own"):
+        attend(mask=torch.zeros(1, 1, 7, 7))
 
 
 def test_a_sliding_window_shorter_than_a_row_is_refused():
@@ -482,7 +488,7 @@ def deaf(*inputs, cu_seqlens, **options):
 @BOTH
 @pytest.mark.parametrize(
     "attention, error",
-    [(leaking, "differ from the model's own"), (deaf, "keep cu_seqlens")],
+    [(leaking, "differ from the model's own"), (deaf, "not given the borders")],
 )
 def test_check_model_accepts_what_fits_and_rejects_a_leak(name, attention, error):
     """In bf16, too, by the tolerance that models.py gives."""
