@@ -2,7 +2,7 @@
 
 import shlex
 
-from conftest import ROOT, read_rows, row_ids
+from conftest import ROOT, read_json, read_rows, row_ids
 
 import train_offline
 from row_tests import __main__ as row_tests_command
@@ -35,3 +35,9 @@ def test_the_first_commands_run_as_they_stand(files, folders, here):
     kept = set(row_ids(ranking, "kept"))
     assert set(row_ids(read_rows("runs/first/weights.jsonl"))) == kept
     assert result["rows"] == len(kept)
+
+
+def test_its_losses_are_stored():
+    stored = read_json(ROOT / "results" / "readme.json")
+    before, after = stored["held-out loss before"], stored["held-out loss after"]
+    assert f"from {before:.3f} to {after:.3f}" in README
