@@ -372,14 +372,16 @@ def packed_attention(
     query (1, H, T, D), key and value (1, H_kv, T, D), cu_seqlens (B + 1,) int32 row borders,
     longest: tokens of the longest row (taken once a forward: on CUDA reading it waits).
     Returns ((1, T, H, D), None). On CUDA one kernel for all rows, else a loop: never a T x T mask.
+    ValueError where a model asks for what is not computed here, or loses the borders on the way.
     """
     batch, heads, length, size = query.shape
-    is_masked = attention_mask is not None and attention_mask.numel() > 1
-    # `packed_forward` hands down both borders and a mask of one element.
-    if length > 1 and attention_mask is not None and is_masked == (cu_seqlens is not None):
-        raise ValueError(
-            "attention has a mask of its own, or is not given the borders of rows"
-        )
+    if length > 1 and attention_mask is not None:
+        # `packed_forward` hands down borders of rows and a mask of one element, or neither.
+        has_mask = attention_mask.numel() > 1
+        if has_mask == (cu_seqlens is not None):
+            raise ValueError(
+                "attention has a mask of its own, or is not given the borders of rows"
+            )
     if cu_seqlens is None and length == 1 and key.shape[1] < heads:
         # Decoding: heads that share keys are read as positions, so no key is repeated.
         grouped = query.view(batch, key.shape[1], -1, size)

@@ -142,9 +142,9 @@ def read_sets(args, tokenizer):
     if args.keep:
         kept = ranking.kept_by(rows.lower, args.keep)
         places = [place for place, verdict in enumerate(kept) if verdict]
-        unkept = [place for place, verdict in enumerate(kept) if not verdict]
+        dropped = [place for place, verdict in enumerate(kept) if not verdict]
         lower = rows.lower
-        rows = replace(rows, lower=lower.select(places), left_out=lower.select(unkept))
+        rows = replace(rows, lower=lower.select(places), not_kept=lower.select(dropped))
         print(f"--keep {args.keep}: {len(places)} of {len(kept)} lower rows train")
     print("trained tokens in brackets: " + show_example(rows.lower[0], tokenizer))
     return rows
@@ -395,9 +395,9 @@ def result_of(args, run, ranked):
     lengths = ranked["length"]
     kept = ranked["kept"]
     of_all = (losses, lengths)
-    if run.rows.left_out is not None:
+    if run.rows.not_kept is not None:
         # The same rows for every method; those that --keep left are the kept ones.
-        beside = row_losses(model, run.rows.left_out, label="losses of rows left out")
+        beside = row_losses(model, run.rows.not_kept, label="losses of rows left out")
         of_all = [torch.cat(both) for both in zip(of_all, beside, strict=True)]
         check_final(run, of_all[0])
         kept = slice(None)

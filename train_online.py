@@ -127,6 +127,7 @@ def parse_args(argv=None):
         "safety: 16",
     )
     options.add_arguments(parser)
+    # The last three are flags of train_offline.py alone.
     parser.set_defaults(method="online", keep=None, weights=None, token_budget=None)
     args = options.parse(parser, argv, PRESETS)
     if args.turns != "last":

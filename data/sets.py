@@ -21,7 +21,7 @@ LEVELS = ("lower", "upper", "upper_heldout", "lower_heldout")
 class Rows:
     """Data sets of tokenised rows: what trains, and what is never trained on.
 
-    lower: the rows that train; left_out: those that --keep leaves out, None without it. upper is
+    lower: the rows that train; not_kept: those that --keep leaves out, None without it. upper is
     None for SFT without trusted rows, and so are held-out sets that no source names. reports:
     {level: what reading it says, see `data.tokens.load_rows`}.
     """
@@ -30,7 +30,7 @@ class Rows:
     upper: object
     upper_heldout: object
     lower_heldout: object
-    left_out: object
+    not_kept: object
     reports: dict
 
     def by_name(self):
@@ -85,7 +85,7 @@ def load_levels(args, tokenizer, context_length):
     if levels["upper"] is not None:
         shared = prompt_overlap(levels["lower"], levels["upper"])
         print(f"prompts of lower rows that upper rows have too: {len(shared)}")
-    return Rows(**levels, left_out=None, reports=reports)
+    return Rows(**levels, not_kept=None, reports=reports)
 
 
 def drop_held_out(levels, reports):

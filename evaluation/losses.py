@@ -49,7 +49,7 @@ def load_trained(name, base=False):
     model = models.load_model(run.args.model, device, dtype, run.args.four_bit)
     check_base(run, model)
     if not base:
-        model = models.add_lora(model, adapter=run.folder / "adapter").eval()
+        model = models.add_lora(model, adapter=run.folder / "adapter")
     return model, models.load_tokenizer(run.args.model), run
 
 

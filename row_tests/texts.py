@@ -268,7 +268,7 @@ def minhashes(text):
 def is_choice(prompt, answer):
     """Whether an answer is one whole entry of a list in its question, as of multiple choice."""
     words = re.sub(f"^{ENTRY}", "", answer.strip())
-    if words not in prompt:  # a pattern a row is slow
+    if words not in prompt:  # to compile a pattern for every row is slow
         return False
     words = re.escape(words)
     return bool(re.search(rf"(?m)^[ \t]*{ENTRY}[ \t]*{words}[ \t]*$", prompt))
